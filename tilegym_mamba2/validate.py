@@ -1,0 +1,227 @@
+"""Checks the arguments of the public ops, once, before a backend is picked; nothing else raises about them.
+
+Shapes and dtypes, for all backends:
+
+    x (B, T, H, P), b and c (B, T, G, N)   one dtype: float64, float32, bfloat16 or float16; G divides H
+    dt (B, T, H)                           any of those four
+    a, d (H,)                              float32 or x's dtype; d may be None
+    init_state (B, H, P, N)                float32, bfloat16, float64 or x's dtype; may be None
+    dout (B, T, H, P)                      x's dtype; may be None
+    dfinal_state (B, H, P, N)              as init_state
+
+B and T may be 0. That a ≤ 0 and dt ≥ 0 is not checked: it would make the host wait for the device.
+"""
+
+import operator
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+
+__all__ = ["Dims", "validate_backward", "validate_forward"]
+
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_DT = frozenset(_FLOATS)
+_RATE = {dtype: frozenset((torch.float32, dtype)) for dtype in _FLOATS}
+_STATE = {dtype: frozenset((torch.float32, torch.bfloat16, torch.float64, dtype)) for dtype in _FLOATS}
+
+
+class Dims(NamedTuple):
+    """Sizes of a problem: batch, tokens, heads, head size, groups, state size."""
+
+    B: int
+    T: int
+    H: int
+    P: int
+    G: int
+    N: int
+
+
+def validate_forward(
+    x: Any, a: Any, b: Any, c: Any, d: Any, dt: Any, init_state: Any, chunk_size: Any
+) -> Dims:
+    """Checks the arguments of `mamba2_chunk_forward`; shapes and dtypes are in the module's docstring.
+
+    Raises TypeError for what is no tensor, for dtypes and for a chunk_size that is no integer, ValueError for
+    shapes, devices and a chunk_size below 1.
+    """
+    dims = _fast(x, a, b, c, d, dt, init_state, chunk_size)
+    return dims or _check(
+        {"x": x, "a": a, "b": b, "c": c, "d": d, "dt": dt, "init_state": init_state}, chunk_size
+    )
+
+
+def validate_backward(
+    x: Any,
+    a: Any,
+    b: Any,
+    c: Any,
+    d: Any,
+    dt: Any,
+    init_state: Any,
+    dout: Any,
+    dfinal_state: Any,
+    chunk_size: Any,
+    state_dtype: Any,
+) -> Dims:
+    """Checks the arguments of `mamba2_chunk_backward`; like `validate_forward`; `state_dtype` is floating."""
+    if state_dtype not in _DT:
+        raise TypeError(f"state_dtype must be {_names(_FLOATS)}, got {state_dtype!r}")
+    dims = _fast(x, a, b, c, d, dt, init_state, chunk_size)
+    if dims is not None:
+        batch, tokens, heads, head_size, _, state_size = dims
+        device = x.device
+        fine = (
+            dout is None
+            or dout.shape == (batch, tokens, heads, head_size)
+            and dout.dtype is x.dtype
+            and dout.device == device
+        ) and (
+            dfinal_state is None
+            or dfinal_state.shape == (batch, heads, head_size, state_size)
+            and dfinal_state.dtype in _STATE[x.dtype]
+            and dfinal_state.device == device
+        )
+        if fine:
+            return dims
+    tensors = {"x": x, "a": a, "b": b, "c": c, "d": d, "dt": dt, "init_state": init_state}
+    return _check(tensors | {"dout": dout, "dfinal_state": dfinal_state}, chunk_size)
+
+
+def _fast(x: Any, a: Any, b: Any, c: Any, d: Any, dt: Any, init_state: Any, chunk_size: Any) -> Dims | None:
+    """The dims if all is well, else None: a tenth of the time of `_check`, with its names and messages."""
+    try:
+        batch, tokens, heads, head_size = x.shape
+        groups, state_size = b.shape[2:]
+        dtype, device = x.dtype, x.device
+        rate = _RATE[dtype]
+        group_shape = (batch, tokens, groups, state_size)
+        fine = (
+            type(chunk_size) is int
+            and chunk_size >= 1
+            and head_size >= 1
+            and state_size >= 1
+            and groups >= 1
+            and heads >= 1
+            and heads % groups == 0
+            and b.shape == group_shape
+            and c.shape == group_shape
+            and a.shape == (heads,)
+            and dt.shape == (batch, tokens, heads)
+            and b.dtype is dtype
+            and c.dtype is dtype
+            and a.dtype in rate
+            and dt.dtype in _DT
+            and b.device == device
+            and c.device == device
+            and a.device == device
+            and dt.device == device
+            and (d is None or d.shape == (heads,) and d.dtype in rate and d.device == device)
+            and (
+                init_state is None
+                or init_state.shape == (batch, heads, head_size, state_size)
+                and init_state.dtype in _STATE[dtype]
+                and init_state.device == device
+            )
+        )
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None
+    return Dims(batch, tokens, heads, head_size, groups, state_size) if fine else None
+
+
+_OPTIONAL = ("d", "init_state", "dout", "dfinal_state")
+_LAYOUTS = {
+    "x": "BTHP",
+    "a": "H",
+    "b": "BTGN",
+    "c": "BTGN",
+    "d": "H",
+    "dt": "BTH",
+    "init_state": "BHPN",
+    "dout": "BTHP",
+    "dfinal_state": "BHPN",
+}
+
+
+def _check(tensors: dict[str, Any], chunk_size: Any) -> Dims:
+    for name, tensor in tensors.items():
+        if tensor is None and name in _OPTIONAL:
+            continue
+        if not isinstance(tensor, torch.Tensor):
+            none = " or None" if name in _OPTIONAL else ""
+            raise TypeError(f"{name} must be a torch.Tensor{none}, got {type(tensor).__name__}")
+    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    dims = _check_shapes(given)
+    _check_dtypes(given)
+    for name, tensor in given.items():
+        if tensor.device != given["x"].device:
+            raise ValueError(f"{name} must be on {given['x'].device} like x, got {tensor.device}")
+    _check_chunk_size(chunk_size)
+    return dims
+
+
+def _check_shapes(given: dict[str, torch.Tensor]) -> Dims:
+    sizes: dict[str, int] = {}
+    for name in ("x", "b"):
+        if given[name].dim() != 4:
+            _wrong_shape(name, None, given[name])
+        # x fixes B, T, H and P; of b only G and N are new.
+        for dim, size in zip(_LAYOUTS[name], given[name].shape, strict=True):
+            sizes.setdefault(dim, size)
+        for dim in "HPGN":
+            if sizes.get(dim, 1) < 1:
+                raise ValueError(
+                    f"{name} must have {dim} of at least 1, got shape {tuple(given[name].shape)}"
+                )
+    for name, tensor in given.items():
+        expected = tuple(sizes[dim] for dim in _LAYOUTS[name])
+        if tuple(tensor.shape) != expected:
+            _wrong_shape(name, expected, tensor)
+    if sizes["H"] % sizes["G"]:
+        raise ValueError(f"G (from b) must divide H (from x), got G = {sizes['G']} and H = {sizes['H']}")
+    return Dims(**sizes)
+
+
+def _wrong_shape(name: str, expected: tuple[int, ...] | None, tensor: torch.Tensor) -> NoReturn:
+    layout = _LAYOUTS[name]
+    dims = f"({', '.join(layout)}{',' if len(layout) == 1 else ''})"
+    equals = "" if expected is None else f" = {expected}"
+    raise ValueError(f"{name} must have shape {dims}{equals}, got {tuple(tensor.shape)}")
+
+
+def _check_dtypes(given: dict[str, torch.Tensor]) -> None:
+    dtype = given["x"].dtype
+    if dtype not in _FLOATS:
+        raise TypeError(f"x must have dtype {_names(_FLOATS)}, got {_name(dtype)}")
+    for name, tensor in given.items():
+        if name in ("b", "c", "dout"):
+            allowed, why = (dtype,), " like x"
+        elif name in ("a", "d"):
+            allowed, why = (torch.float32, dtype), " (x's)" if dtype != torch.float32 else ""
+        elif name in ("init_state", "dfinal_state"):
+            allowed, why = (torch.float64, torch.float32, torch.bfloat16, dtype), ""
+        else:
+            allowed, why = _FLOATS, ""
+        if tensor.dtype not in allowed:
+            raise TypeError(f"{name} must have dtype {_names(allowed)}{why}, got {_name(tensor.dtype)}")
+
+
+def _check_chunk_size(chunk_size: Any) -> None:
+    # A bool is an int and a tensor has __index__, but True is no size and a GPU tensor would stall the host.
+    refused = isinstance(chunk_size, bool | torch.Tensor)
+    try:
+        value = None if refused else operator.index(chunk_size)
+    except TypeError:
+        value = None
+    if value is None:
+        raise TypeError(f"chunk_size must be an integer, got {type(chunk_size).__name__} {chunk_size!r}")
+    if value < 1:
+        raise ValueError(f"chunk_size must be at least 1, got {value}")
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _names(dtypes: tuple[Any, ...]) -> str:
+    names = list(dict.fromkeys(map(_name, dtypes)))
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
