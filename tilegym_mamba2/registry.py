@@ -52,8 +52,10 @@ class _Saved(NamedTuple):
     public: Callable[..., Any]
 
 
+# Replaced, never edited: a call in another thread sees the old or the new table.
 _ops: dict[str, OpEntry] = {}
-_loaded: dict[str, dict[str, _Loaded]] = {}
+# By target, "module:function"; filled at the first call, and kept after unregister.
+_loaded: dict[str, _Loaded] = {}
 _saved: dict[str, _Saved] = {}
 _added_backends: set[str] = set()
 # Stands in selector._CURRENT_BACKENDS while nobody has chosen: equal to the name there, yet its own object.
@@ -89,16 +91,18 @@ def register(path: str | Path | None = None) -> None:
     the same again changes nothing. Raises RegistryError for a bad file and for a backend that exists with
     another target; then nothing is registered.
     """
+    global _ops
     with _lock:
         wanted = dict(_ops) or registry_file.read(registry_file.shipped_path(), {})
         if path is not None:
             wanted |= registry_file.read(path, wanted)
         for name in wanted:
             _refuse_foreign_name(name, path)
-        for name, entry in wanted.items():
-            wanted[name] = _install(entry)
-        _install_backend_names({backend for entry in wanted.values() for backend in entry.backends})
-        _replace_ops(wanted)
+        # Ours first, TileGym's second: a call that reaches us finds its op.
+        _ops = {name: _save_tilegyms(entry) for name, entry in wanted.items()}
+        for entry in _ops.values():
+            _install(entry)
+        _install_backend_names({backend for entry in _ops.values() for backend in entry.backends})
 
 
 def unregister() -> None:
@@ -108,7 +112,7 @@ def unregister() -> None:
     to what was set before us. What others registered into TileGym meanwhile stays. Harmless when nothing
     is registered.
     """
-    global _unchosen
+    global _ops, _unchosen
     with _lock:
         for name, saved in _saved.items():
             _uninstall(name, saved)
@@ -119,15 +123,8 @@ def unregister() -> None:
             selector._CURRENT_BACKENDS = _tilegym_initial
         _unchosen = None
         _added_backends.clear()
-        _loaded.clear()
         _logged.clear()
-        _replace_ops({})
-
-
-def _replace_ops(new: dict[str, OpEntry]) -> None:
-    # Replaced, never edited: a call in another thread sees the old or the new table.
-    global _ops
-    _ops = new
+        _ops = {}
 
 
 def _tilegym_modules() -> dict[str, ModuleType]:
@@ -141,7 +138,8 @@ def _refuse_foreign_name(name: str, path: str | Path | None) -> None:
         raise RegistryError(f"{path}: table [ops], key {name!r}: tilegym.ops.{name} exists and is not an op")
 
 
-def _install(entry: OpEntry) -> OpEntry:
+def _save_tilegyms(entry: OpEntry) -> OpEntry:
+    """Keeps what TileGym has under the op's name; the entry with TileGym's implementation as a backend."""
     name = entry.name
     if name not in _saved:
         _saved[name] = _Saved(
@@ -150,14 +148,16 @@ def _install(entry: OpEntry) -> OpEntry:
             entries={},
             public=_public_op(entry),
         )
-    saved = _saved[name]
-    loaded = _loaded.setdefault(name, {})
-    builtin = saved.table.get("cutile")
-    if builtin is not None and "tilegym" not in entry.backends:
-        target = f"{getattr(builtin, '__module__', '?')}:{getattr(builtin, '__name__', '?')}"
-        entry = replace(entry, backends=entry.backends | {"tilegym": target})
-    if builtin is not None:
-        loaded["tilegym"] = _Loaded(builtin, _tilegym_supports, differentiable=False)
+    builtin = _saved[name].table.get("cutile")
+    if builtin is None:
+        return entry
+    target = f"{getattr(builtin, '__module__', 'tilegym')}:{getattr(builtin, '__name__', name)}"
+    _loaded[target] = _Loaded(builtin, _tilegym_supports, differentiable=False)
+    return replace(entry, backends=entry.backends | {"tilegym": target})
+
+
+def _install(entry: OpEntry) -> None:
+    name, saved = entry.name, _saved[entry.name]
     table = dispatcher._REGISTRY.setdefault(name, {})
     # "cutile" always: it is where TileGym's dispatcher ends up when it finds nothing else.
     for backend in {**entry.backends, "cutile": None}:
@@ -166,7 +166,6 @@ def _install(entry: OpEntry) -> OpEntry:
         table[backend] = saved.entries[backend]
     for module in _tilegym_modules().values():
         setattr(module, name, saved.public)
-    return entry
 
 
 def _uninstall(name: str, saved: _Saved) -> None:
@@ -298,7 +297,7 @@ def resolve(op_name: str, backend: str | None = None, args: tuple[Any, ...] = ()
         if backend is None:
             current = selector._CURRENT_BACKENDS
             if current is not _unchosen:
-                backend, origin = current, "tilegym.set_backend"
+                backend, origin = current, f"tilegym.set_backend or {TILEGYM_ENV}"
             else:
                 backend, origin = os.environ.get(ENV), ENV
                 if not backend:
@@ -339,30 +338,27 @@ def _no_such_backend(entry: OpEntry, backend: Any, origin: str) -> str:
 
 
 def _automatic(entry: OpEntry, args: tuple[Any, ...]) -> tuple[str, Callable]:
-    reasons = []
-    for backend in dict.fromkeys(("cutile", "torch", *entry.backends)):
-        if backend not in entry.backends:
-            reasons.append(f"{backend}: the op has no such backend")
-            continue
+    reasons = [] if "cutile" in entry.backends else ["cutile: the op has no such backend"]
+    for backend in entry.order:
         try:
             function, reason = _try(entry, backend, args)
         except (BackendUnavailable, TypeError, ValueError) as error:
             function, reason = None, str(error)
         if function is not None:
-            _log_choice(entry.name, backend, reasons, args)
+            why = "; ".join(reasons) if reasons else f"{backend}: can run on these tensors"
+            if (entry.name, why) not in _logged:
+                _log_choice(entry.name, backend, why, args)
             return backend, function
         reasons.append(f"{backend}: {reason}")
     raise BackendUnavailable(f"{entry.name}: no backend can run. " + "; ".join(reasons))
 
 
-def _log_choice(op_name: str, backend: str, reasons: list[str], args: tuple[Any, ...]) -> None:
-    reason = "; ".join(reasons) if reasons else "it can run on these tensors"
-    if (op_name, reason) in _logged:
-        return
+def _log_choice(op_name: str, backend: str, reason: str, args: tuple[Any, ...]) -> None:
     _logged.add((op_name, reason))
     device = _device(args)
     # On the CPU torch is what one expects; tensors on a GPU that miss the kernels deserve a warning.
-    level = logging.WARNING if reasons and device is not None and device.type == "cuda" else logging.INFO
+    missed = backend == "torch" and device is not None and device.type == "cuda"
+    level = logging.WARNING if missed else logging.INFO
     logger.log(level, "%s: backend %r chosen automatically (%s)", op_name, backend, reason)
 
 
@@ -373,10 +369,10 @@ def _try(entry: OpEntry, backend: str, args: tuple[Any, ...]) -> tuple[Callable 
         ok, reason = requirement(_device(args))
         if not ok:
             return None, reason
-    loaded = _loaded[entry.name].get(backend) or _load(entry, backend)
+    loaded = _loaded.get(entry.backends[backend]) or _load(entry, backend)
     if not loaded.differentiable and torch.is_grad_enabled():
         for arg in args:
-            if isinstance(arg, torch.Tensor) and arg.requires_grad:
+            if getattr(arg, "requires_grad", False):
                 return None, (
                     "it computes no gradients and an input requires grad "
                     "(use backend='torch', torch.no_grad(), or detach the inputs)"
@@ -397,10 +393,9 @@ def _device(args: tuple[Any, ...]) -> torch.device | None:
 
 def _load(entry: OpEntry, backend: str) -> _Loaded:
     """Imports a backend's module, once, and checks what could not be checked without importing it."""
-    table = _loaded.setdefault(entry.name, {})
-    if backend in table:
-        return table[backend]
     target = entry.backends[backend]
+    if target in _loaded:
+        return _loaded[target]
     module_name, name = target.split(":")
     try:
         module = importlib.import_module(module_name)
@@ -413,8 +408,8 @@ def _load(entry: OpEntry, backend: str) -> _Loaded:
         what = "is not a callable" if hasattr(module, name) else "does not exist"
         raise RegistryError(f"table [ops.{entry.name}.backends], key {backend!r}: target {target!r} {what}")
     differentiable = getattr(function, "DIFFERENTIABLE", getattr(module, "DIFFERENTIABLE", False))
-    table[backend] = _Loaded(function, getattr(module, "supports", None), bool(differentiable))
-    return table[backend]
+    loaded = _Loaded(function, getattr(module, "supports", None), bool(differentiable))
+    return _loaded.setdefault(target, loaded)
 
 
 def _tilegym_supports(op_name: str, *args: Any) -> tuple[bool, str]:

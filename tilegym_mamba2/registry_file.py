@@ -12,7 +12,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,12 @@ class OpEntry:
     outputs: tuple[str, ...]
     backends: dict[str, str] = field(default_factory=dict)
     budgets: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    @cached_property
+    def order(self) -> tuple[str, ...]:
+        """In which order the backends are tried where nobody has chosen."""
+        first = tuple(backend for backend in ("cutile", "torch") if backend in self.backends)
+        return first + tuple(backend for backend in self.backends if backend not in first)
 
 
 def shipped_path() -> Path:
@@ -236,6 +242,7 @@ def _top_level(source: str) -> dict[str, bool]:
 
 
 def _collect(body: list[Any], names: dict[str, bool]) -> None:
+    # A name bound twice counts as callable if one binding may be: `except ImportError: f = None` is common.
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names[node.name] = True
@@ -245,13 +252,17 @@ def _collect(body: list[Any], names: dict[str, bool]) -> None:
         elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             for target in targets:
-                single = isinstance(target, ast.Name)
+                value = isinstance(target, ast.Name) and isinstance(node.value, _VALUES)
                 for leaf in ast.walk(target):
                     if isinstance(leaf, ast.Name):
-                        names[leaf.id] = not (single and isinstance(node.value, _VALUES))
-        else:
-            # if, try, with, for: whichever branch binds the name last decides here.
-            for inner in ("body", "orelse", "finalbody"):
-                _collect(getattr(node, inner, []), names)
+                        names[leaf.id] = names.get(leaf.id, False) or not value
+        elif isinstance(node, ast.If | ast.Try | ast.With):
+            for inner in (node.body, *(getattr(node, part, []) for part in ("orelse", "finalbody"))):
+                _collect(inner, names)
             for handler in getattr(node, "handlers", []):
                 _collect(handler.body, names)
+        else:
+            # Loops and the like: whatever they bind anywhere may be a callable.
+            for leaf in ast.walk(node):
+                if isinstance(leaf, ast.Name) and isinstance(leaf.ctx, ast.Store):
+                    names[leaf.id] = True

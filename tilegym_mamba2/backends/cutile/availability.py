@@ -57,6 +57,9 @@ def available(device: torch.device | None = None) -> tuple[bool, str]:
 
     Tensors on the CPU are fine while the tile interpreter is active. Cheap when repeated.
     """
+    verdict = _verdicts.get(device)
+    if verdict is not None and verdict[0]:
+        return verdict
     # The interpreter is switched at run time, so its answer is never kept.
     if (device is None or device.type == "cpu") and interpreter_active():
         return True, "tile interpreter, on CPU tensors"
