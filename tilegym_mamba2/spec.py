@@ -46,7 +46,7 @@ class Mamba2ProblemSpec:
         decay: "published" is the publication's distribution: x, b, c SiLU of normals, dt softplus of a
             normal, a uniform in [−16, −1]; it forgets within a token or two. The others have normal
             (zero-mean) x, b, c: "slow" remembers 200…5000 tokens, log-uniform over the heads; "none" has
-            a = 0; "violent" has rates and steps spread over orders of magnitude, with sums up to 1e9 in a chunk.
+            a = 0; "violent" has rates and steps spread over orders of magnitude, up to sums of 1e9 a chunk.
         dt_dtype: of dt; by default `dtype` for "published", as published, and float32 for the others.
         layout: "sliced" makes x, b, c (and dt where its dtype is theirs) slices of one wide projection whose
             other columns, and rows past T, are NaN.
