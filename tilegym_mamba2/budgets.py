@@ -100,12 +100,14 @@ def check(
     *,
     dtype: torch.dtype,
     decay: str,
+    slack: float = 1.0,
 ) -> list[Verdict]:
     """A verdict for every output of the op, in its order.
 
     Args:
         results, references: by output name; an output that is None in the references must be None in both.
         dtype, decay: as in `budget_for`.
+        slack: multiplies the budgets, for problems too small and too many for each to be an average.
 
     Raises:
         KeyError: an output is missing. ValueError: shapes differ, or only one of the two is None.
@@ -117,7 +119,7 @@ def check(
             continue
         if got is None or ref is None:
             raise ValueError(f"{output} is None in the {'results' if got is None else 'references'} alone")
-        budget = budget_for(entry, output, dtype, decay, ref, got.dtype)
+        budget = slack * budget_for(entry, output, dtype, decay, ref, got.dtype)
         verdicts.append(Verdict(output, relative_error(got, ref), budget))
     return verdicts
 

@@ -3,9 +3,9 @@
     python -m tests.benchmark.budget_emulation [--num-tokens 4096] [--seeds 3]
 
 A tensor-core kernel holds decays, sums and states in float32 and rounds, once each, the operands of its
-products: the decay-weighted C·Bᵀ, dt∘x (unless dt is folded into that C·Bᵀ, which spares a rounding), the entry
-state, the decay-weighted dt∘x of the state's update, and at last the output. This does the same in torch, product
-by product, and shows the worst seed; "used" compares the better place for dt with the budget.
+products: the decay-weighted C·Bᵀ, dt∘x (unless dt is folded into that C·Bᵀ, which spares a rounding), the
+entry state, the decay-weighted dt∘x of the state's update, and at last the output. This does the same in
+torch, product by product, and shows the worst seed; "used" compares the better place for dt with the budget.
 """
 
 import argparse
