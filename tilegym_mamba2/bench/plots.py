@@ -1,0 +1,249 @@
+"""Plots of benchmark rows: speed-up over sequence length, speed-up on model layers, roofline."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from .measure import Row, headline_us, speed_up
+from .report import SUBJECT, groups
+
+# Okabe and Ito's colours: told apart with any colour vision.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+MARKERS = ("o", "s", "^", "D", "v", "P")
+IMAGE_SUFFIXES = (".png", ".svg", ".pdf")
+_FAMILY = ("batch_size", "num_heads", "head_size", "num_groups", "dtype", "decay")
+
+
+def write(rows: Iterable[Row], target: Path, *, subject: str = SUBJECT) -> list[Path]:
+    """Write every plot that the rows allow; returns the files.
+
+    `target` with an image suffix names the first plot, and the others get a word added to its name; any
+    other `target` is a folder.
+
+    Raises:
+        ValueError: when no row has a time.
+    """
+    found = [group for group in groups(rows) if any(headline_us(row) for row in group)]
+    if not found:
+        raise ValueError("no row has a time: nothing to plot")
+    one_file = target.suffix.lower() in IMAGE_SUFFIXES
+    folder, stem, suffix = (target.parent, target.stem, target.suffix) if one_file else (target, "", ".png")
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for pass_name in dict.fromkeys(group[0]["pass"] for group in found):
+        chosen = [group for group in found if group[0]["pass"] == pass_name]
+        builders = (("speedup", speed_up_figure), ("layers", layers_figure), ("roofline", roofline_figure))
+        for word, build in builders:
+            figure = build(chosen, subject)
+            if figure is None:
+                continue
+            words = [word] if pass_name == "forward" else [word, pass_name.replace("+", "-")]
+            if one_file:
+                words = ([] if not written else words) if stem else words
+                name = "-".join([stem, *words])
+            else:
+                name = "-".join(words)
+            path = folder / f"{name}{suffix}"
+            figure.savefig(path, dpi=150)
+            plt.close(figure)
+            written.append(path)
+    return written
+
+
+def _times(group: Sequence[Row], subject: str) -> Row | None:
+    return next((r for r in group if r["backend"] == subject and r["status"] == "ok"), None)
+
+
+def _peers(found: Sequence[Sequence[Row]], subject: str) -> list[str]:
+    """Peers with at least one speed-up."""
+    names = dict.fromkeys(row["backend"] for group in found for row in group if row["backend"] != subject)
+    return [n for n in names if any(_ratio(group, subject, n) for group in found)]
+
+
+def _ratio(group: Sequence[Row], subject: str, peer: str) -> float | None:
+    ours = _times(group, subject)
+    row = next((r for r in group if r["backend"] == peer), None)
+    return speed_up(ours, row) if ours is not None and row is not None else None
+
+
+def _family(group: Sequence[Row]) -> tuple:
+    return tuple(group[0]["fields"].get(name) for name in _FAMILY)
+
+
+def _sweep(found: Sequence[Sequence[Row]]) -> tuple[tuple, list[Sequence[Row]]] | None:
+    """The family of specs (same B, H, P, G, dtype, decay) with most sequence lengths, two at least."""
+    families: dict[tuple, list[Sequence[Row]]] = {}
+    for group in found:
+        families.setdefault(_family(group), []).append(group)
+
+    def lengths(groups_: Sequence[Sequence[Row]]) -> int:
+        return len({group[0]["fields"]["num_tokens"] for group in groups_})
+
+    family = max(families, key=lambda f: (lengths(families[f]), len(families[f])))
+    return (family, families[family]) if lengths(families[family]) > 1 else None
+
+
+def _tokens(value: int) -> str:
+    return f"{value // 1024}K" if value % 1024 == 0 and value >= 1024 else str(value)
+
+
+def _device(found: Sequence[Sequence[Row]]) -> str:
+    env: Mapping[str, Any] = found[-1][0]["env"]
+    return f"{env.get('device')}, {str(env.get('date'))[:10]}"
+
+
+def _short(found: Sequence[Sequence[Row]]) -> str:
+    kind = "CUDA graph" if any(r.get("graph_us") for g in found for r in g) else "wall clock"
+    return f"{kind} medians, same run"
+
+
+def speed_up_figure(found: Sequence[Sequence[Row]], subject: str = SUBJECT) -> Figure | None:
+    """A panel per peer: speed-up over T, a line per N. None when no family of specs sweeps T."""
+    sweep = _sweep(found)
+    peers = _peers(sweep[1], subject) if sweep else []
+    if not sweep or not peers:
+        return None
+    family, members = sweep
+    states = sorted({g[0]["fields"]["state_size"] for g in members})
+    lengths = sorted({g[0]["fields"]["num_tokens"] for g in members})
+    figure, axes = plt.subplots(
+        1, len(peers), figsize=(1.5 + 4.6 * len(peers), 4.3), sharey=True, squeeze=False, layout="constrained"
+    )
+    highest = 1.0
+    for axis, peer in zip(axes[0], peers, strict=True):
+        for i, state in enumerate(states):
+            points = {
+                g[0]["fields"]["num_tokens"]: _ratio(g, subject, peer)
+                for g in members
+                if g[0]["fields"]["state_size"] == state
+            }
+            points = {t: y for t, y in sorted(points.items()) if y}
+            if not points:
+                continue
+            highest = max(highest, *points.values())
+            style = {"color": COLOURS[i % 6], "marker": MARKERS[i % 6], "label": f"N = {state}"}
+            axis.plot(list(points), list(points.values()), linewidth=1.8, markersize=6, **style)
+        axis.axhline(1.0, color="0.35", linewidth=1.0, linestyle="--")
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(lengths, [_tokens(t) for t in lengths])
+        axis.minorticks_off()
+        axis.set_xlabel("tokens T")
+        axis.set_title(f"against {peer}")
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel(f"times faster ({subject})")
+    axes[0][0].set_ylim(0, 1.12 * highest)
+    axes[0][0].legend(frameon=False, loc="lower right")
+    sizes = dict(zip(_FAMILY, family, strict=True))
+    shape = (
+        f"B {sizes['batch_size']}, H {sizes['num_heads']}, P {sizes['head_size']}, G {sizes['num_groups']}"
+    )
+    name = members[0][0]["pass"]
+    figure.suptitle(
+        f"Mamba-2 {name}, {shape}, {sizes['dtype']}\n{_short(found)}; {_device(found)}", fontsize=10
+    )
+    return figure
+
+
+def layers_figure(found: Sequence[Sequence[Row]], subject: str = SUBJECT) -> Figure | None:
+    """A bar per peer for every spec outside the sweep over T. None when there is none."""
+    sweep = _sweep(found)
+    in_sweep = {id(g) for g in sweep[1]} if sweep else set()
+    rest = [g for g in found if id(g) not in in_sweep]
+    peers = _peers(rest, subject) if rest else []
+    rest = [g for g in rest if any(_ratio(g, subject, p) for p in peers)]
+    if not rest:
+        return None
+    figure, axis = plt.subplots(
+        figsize=(8.0, 1.6 + len(rest) * (0.16 + 0.22 * len(peers))), layout="constrained"
+    )
+    height = 0.8 / len(peers)
+    highest = 1.0
+    for i, peer in enumerate(peers):
+        for y, group in enumerate(rest):
+            ratio = _ratio(group, subject, peer)
+            if ratio is None:
+                continue
+            highest = max(highest, ratio)
+            at = y + (i - (len(peers) - 1) / 2) * height
+            label = f"against {peer}" if y == 0 else None
+            axis.barh(at, ratio, height=0.9 * height, color=COLOURS[i % 6], label=label)
+            axis.text(ratio, at, f" {ratio:.2f}×", va="center", fontsize=8)
+    axis.axvline(1.0, color="0.35", linewidth=1.0, linestyle="--")
+    axis.set_yticks(range(len(rest)), [g[0]["spec"] for g in rest])
+    axis.invert_yaxis()
+    axis.set_xlim(0, 1.15 * highest)
+    axis.set_xlabel(f"times faster ({subject})")
+    axis.grid(axis="x", alpha=0.3)
+    axis.set_axisbelow(True)
+    axis.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(peers))
+    name = rest[0][0]["pass"]
+    figure.suptitle(f"Mamba-2 {name}\n{_short(found)}; {_device(found)}", fontsize=10)
+    return figure
+
+
+def roofline_figure(found: Sequence[Sequence[Row]], subject: str = SUBJECT) -> Figure | None:
+    """Achieved TFLOP/s over operations per byte, under the two measured ceilings. None without rates."""
+    rows = [r for g in found for r in g if r["status"] in ("ok", "unchecked") and r.get("ceilings")]
+    if not rows:
+        return None
+    copy = max(r["ceilings"]["copy_gbs"] for r in rows)
+    matrix = max(r["ceilings"]["matrix_tflops"] for r in rows)
+    intensities = [r["flops"] / r["bytes"] for r in rows]
+    low, high = min(intensities) / 2, max(max(intensities), matrix * 1e3 / copy) * 2
+    figure, axis = plt.subplots(figsize=(7.6, 5.0), layout="constrained")
+    ridge = matrix * 1e3 / copy
+    axis.plot([low, ridge, high], [low * copy / 1e3, matrix, matrix], color="0.2", linewidth=1.6)
+    _label_roofs(axis, low, ridge, high, copy, matrix)
+    names = list(dict.fromkeys(r["backend"] for r in rows))
+    names.sort(key=lambda n: n != subject)
+    for i, name in enumerate(names):
+        own = [r for r in rows if r["backend"] == name]
+        axis.scatter(
+            [r["flops"] / r["bytes"] for r in own],
+            [r["tflops"] for r in own],
+            color=COLOURS[i % 6],
+            marker=MARKERS[i % 6],
+            s=34,
+            alpha=0.85,
+            label=name,
+            zorder=3,
+        )
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    axis.set_xlim(low, high)
+    axis.set_ylim(min(min(r["tflops"] for r in rows), low * copy / 1e3) / 1.6, matrix * 1.8)
+    axis.set_xlabel("operations per byte (inputs read once, outputs written once)")
+    axis.set_ylabel("TFLOP/s (operations at the spec's chunk size)")
+    axis.grid(which="both", alpha=0.2)
+    axis.legend(frameon=False, loc="lower right")
+    name = rows[0]["pass"]
+    figure.suptitle(f"Roofline, Mamba-2 {name}\n{_short(found)}; {_device(found)}", fontsize=10)
+    return figure
+
+
+def _label_roofs(axis: Axes, low: float, ridge: float, high: float, copy: float, matrix: float) -> None:
+    text = {"fontsize": 8, "color": "0.2"}
+    rate = f"{copy / 1e3:.2f} TB/s" if copy >= 1e3 else f"{copy:.1f} GB/s"
+    start = low * 1.15
+    axis.annotate(
+        f"copy {rate}",
+        (start, start * copy / 1e3),
+        xytext=(0, 10),
+        textcoords="offset points",
+        **text,
+    )
+    axis.annotate(
+        f"matrix product {matrix:.3g} TFLOP/s",
+        (high, matrix),
+        xytext=(-4, 4),
+        textcoords="offset points",
+        ha="right",
+        **text,
+    )
