@@ -29,6 +29,7 @@ from tilegym_mamba2.registry_file import OpEntry
 
 ENV = "TILEGYM_MAMBA2_BACKEND"
 TILEGYM_ENV = "CUTILE_TUTORIALS_BACKEND"
+_SET_BACKEND = f"tilegym.set_backend or {TILEGYM_ENV}"
 
 logger = logging.getLogger("tilegym_mamba2")
 
@@ -297,7 +298,7 @@ def resolve(op_name: str, backend: str | None = None, args: tuple[Any, ...] = ()
         if backend is None:
             current = selector._CURRENT_BACKENDS
             if current is not _unchosen:
-                backend, origin = current, f"tilegym.set_backend or {TILEGYM_ENV}"
+                backend, origin = current, _SET_BACKEND
             else:
                 backend, origin = os.environ.get(ENV), ENV
                 if not backend:

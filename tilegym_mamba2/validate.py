@@ -64,30 +64,37 @@ def validate_backward(
     state_dtype: Any,
 ) -> Dims:
     """Checks the arguments of `mamba2_chunk_backward`; like `validate_forward`; `state_dtype` is floating."""
-    if state_dtype not in _DT:
+    if not isinstance(state_dtype, torch.dtype) or state_dtype not in _DT:
         raise TypeError(f"state_dtype must be {_names(_FLOATS)}, got {state_dtype!r}")
-    dims = _fast(x, a, b, c, d, dt, init_state, chunk_size)
-    if dims is not None:
-        batch, tokens, heads, head_size, _, state_size = dims
-        device = x.device
-        fine = (
-            dout is None
-            or dout.shape == (batch, tokens, heads, head_size)
-            and dout.dtype is x.dtype
-            and dout.device == device
-        ) and (
-            dfinal_state is None
-            or dfinal_state.shape == (batch, heads, head_size, state_size)
-            and dfinal_state.dtype in _STATE[x.dtype]
-            and dfinal_state.device == device
-        )
-        if fine:
-            return dims
-    tensors = {"x": x, "a": a, "b": b, "c": c, "d": d, "dt": dt, "init_state": init_state}
-    return _check(tensors | {"dout": dout, "dfinal_state": dfinal_state}, chunk_size)
+    dims = _fast(x, a, b, c, d, dt, init_state, chunk_size, dout, dfinal_state)
+    return dims or _check(
+        {
+            "x": x,
+            "a": a,
+            "b": b,
+            "c": c,
+            "d": d,
+            "dt": dt,
+            "init_state": init_state,
+            "dout": dout,
+            "dfinal_state": dfinal_state,
+        },
+        chunk_size,
+    )
 
 
-def _fast(x: Any, a: Any, b: Any, c: Any, d: Any, dt: Any, init_state: Any, chunk_size: Any) -> Dims | None:
+def _fast(
+    x: Any,
+    a: Any,
+    b: Any,
+    c: Any,
+    d: Any,
+    dt: Any,
+    init_state: Any,
+    chunk_size: Any,
+    dout: Any = None,
+    dfinal_state: Any = None,
+) -> Dims | None:
     """The dims if all is well, else None: a tenth of the time of `_check`, with its names and messages."""
     try:
         batch, tokens, heads, head_size = x.shape
@@ -121,6 +128,13 @@ def _fast(x: Any, a: Any, b: Any, c: Any, d: Any, dt: Any, init_state: Any, chun
                 or init_state.shape == (batch, heads, head_size, state_size)
                 and init_state.dtype in _STATE[dtype]
                 and init_state.device == device
+            )
+            and (dout is None or dout.shape == x.shape and dout.dtype is dtype and dout.device == device)
+            and (
+                dfinal_state is None
+                or dfinal_state.shape == (batch, heads, head_size, state_size)
+                and dfinal_state.dtype in _STATE[dtype]
+                and dfinal_state.device == device
             )
         )
     except (AttributeError, KeyError, TypeError, ValueError):
