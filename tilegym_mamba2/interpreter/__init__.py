@@ -25,6 +25,7 @@ for integers).
     RefusedError          what cuda.tile would not compile: a dimension that is no power of two, a run-time
                           value as a shape, misfitting operands of mma, float32 stored to bf16, `if tile:`
     IntegerOverflowError  int32 arithmetic past 2**31, in tiles and in scalars such as `ct.bid(0) * stride`
+    IntegerDivisionError  an integer divided by zero
     UnsupportedError      a `ct.*` function, or mode of one, that the interpreter does not implement
     KernelAssertionError  ct.assert_, ct.static_assert, ct.assume_divisible_by
     LaunchError           arguments or a grid that a launch would refuse; tensors on a GPU
@@ -46,6 +47,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from .errors import (
+    IntegerDivisionError,
     IntegerOverflowError,
     InterpreterError,
     KernelAssertionError,
@@ -59,6 +61,7 @@ from .errors import (
 )
 
 __all__ = [
+    "IntegerDivisionError",
     "IntegerOverflowError",
     "InterpreterError",
     "KernelAssertionError",

@@ -57,6 +57,10 @@ class IntegerOverflowError(InterpreterError):
     """Signed integer arithmetic past the range of its dtype, which wraps around on the device."""
 
 
+class IntegerDivisionError(InterpreterError):
+    """An integer divided by zero, which the device leaves undefined."""
+
+
 class KernelAssertionError(InterpreterError):
     """A failed `ct.assert_`, `ct.static_assert` or `ct.assume_divisible_by`."""
 

@@ -15,6 +15,7 @@ from .tile import (
     STORAGE,
     DType,
     Int32,
+    RuntimeInt,
     Tile,
     _is_float,
     _is_integral,
@@ -193,7 +194,7 @@ class Array:
             start = at * (n if steps is None else steps[k])
             if start < 0 or start >= size:
                 raise OutOfBoundsError(
-                    f"{what} of {self.name}{list(self.sizes)}: tile {tuple(map(int, index))} of shape "
+                    f"{what} of {self.name}{list(self.sizes)}: tile {_shown(index)} of shape "
                     f"{tuple(shape)} lies outside the array along axis {axis} (starts at {start} of {size})"
                 )
             left = size - start
@@ -201,7 +202,7 @@ class Array:
                 if not check_bounds:
                     raise OutOfBoundsError(
                         f"{what} of {self.name}{list(self.sizes)} with check_bounds=False: tile "
-                        f"{tuple(map(int, index))} of shape {tuple(shape)} crosses the end of axis {axis}"
+                        f"{_shown(index)} of shape {tuple(shape)} crosses the end of axis {axis}"
                     )
                 n = left
             lengths.append(n)
@@ -333,6 +334,10 @@ class Array:
         return self._offsets(indices, check_bounds, None, what)
 
 
+def _shown(index) -> tuple[int, ...]:
+    return tuple(i.__index__() for i in index)
+
+
 def _place(at, where):
     starts, axes = where
     index = list(starts)
@@ -343,10 +348,10 @@ def _place(at, where):
 
 def index_value(x, what: str) -> int:
     """A signed integer scalar, constant or not, as a Python int."""
-    if isinstance(x, bool):
-        raise RefusedError(f"{what} must be an integer, got {x}")
-    if isinstance(x, int):
-        return int(x)
+    if isinstance(x, RuntimeInt):
+        return x.value
+    if isinstance(x, int) and not isinstance(x, bool):
+        return x
     if type(x) is Tile and x.t.ndim == 0 and _is_integral(x.dtype):
         return x.t.item()
     raise RefusedError(f"{what} must be an integer scalar, got {x!r}")

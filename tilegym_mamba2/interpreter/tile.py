@@ -12,7 +12,13 @@ import torch
 from cuda.tile import _cext
 from cuda.tile import _datatype as dt
 
-from .errors import IntegerOverflowError, RefusedError, UnsupportedError
+from .errors import (
+    IntegerDivisionError,
+    IntegerOverflowError,
+    InterpreterError,
+    RefusedError,
+    UnsupportedError,
+)
 
 DType = dt.DType
 bool_, int8, int16, int32, int64 = dt.bool_, dt.int8, dt.int16, dt.int32, dt.int64
@@ -64,21 +70,40 @@ def storage_of(dtype: DType) -> torch.dtype:
 # ---- runtime integer scalars ------------------------------------------------------------------------------
 
 
-class RuntimeInt(int):
+class RuntimeInt:
     """An integer that the kernel only knows at run time: a block index, a shape, a plain parameter.
 
     It is strictly typed (a Python int is a loosely typed constant), may not be a tile dimension, and its
-    arithmetic reports overflow.
+    arithmetic reports overflow. It is no `int`, or `2.5 * n` would be a loosely typed constant.
     """
 
-    __slots__ = ()
+    __slots__ = ("value",)
+    __hash__ = None
     dtype: DType
     low: int
     high: int
 
+    def __init__(self, value: int):
+        self.value = value
+
+    def __index__(self):
+        return self.value
+
+    def __repr__(self):
+        return str(self.value)
+
+    def __format__(self, spec):
+        return format(self.value, spec)
+
+    def __int__(self):
+        raise RefusedError("int() of a run-time value")
+
+    def __float__(self):
+        raise RefusedError("float() of a run-time value: use ct.astype")
+
     def __bool__(self):
         raise RefusedError(
-            f"an integer ({int(self)}) used as a condition: cuda.tile wants a bool, compare it explicitly"
+            f"an integer ({self.value}) used as a condition: cuda.tile wants a bool, compare it explicitly"
         )
 
     def __truediv__(self, other):
@@ -87,23 +112,47 @@ class RuntimeInt(int):
     def __rtruediv__(self, other):
         return truediv(other, self)
 
-    def __abs__(self):
-        return self if self >= 0 else -self
-
-    def __neg__(self):
-        return _fit(-int(self), type(self), "-", self)
-
-    def __pos__(self):
-        return self
-
-    def __invert__(self):
-        return type(self)(~int(self))
-
     def __pow__(self, other):
         return pow_(self, other)
 
     def __rpow__(self, other):
         return pow_(other, self)
+
+    def __divmod__(self, other):
+        return self // other, self % other
+
+    def __rdivmod__(self, other):
+        return other // self, other % self
+
+    def __eq__(self, other):
+        return equal(self, other)
+
+    def __ne__(self, other):
+        return not_equal(self, other)
+
+    def __lt__(self, other):
+        return less(self, other)
+
+    def __le__(self, other):
+        return less_equal(self, other)
+
+    def __gt__(self, other):
+        return greater(self, other)
+
+    def __ge__(self, other):
+        return greater_equal(self, other)
+
+    def __abs__(self):
+        return self if self.value >= 0 else -self
+
+    def __neg__(self):
+        return _fit(-self.value, type(self), f"-({self.value})")
+
+    def __pos__(self):
+        return self
+
+    def __invert__(self):
+        return type(self)(~self.value)
 
 
 class Int32(RuntimeInt):
@@ -116,39 +165,37 @@ class Int64(RuntimeInt):
     dtype, low, high = int64, -(2**63), 2**63 - 1
 
 
-def _fit(value: int, cls: type[RuntimeInt], symbol: str, *operands) -> RuntimeInt:
+def _fit(value: int, cls: type[RuntimeInt], expression: str) -> RuntimeInt:
     if cls.low <= value <= cls.high:
         return cls(value)
-    shown = f" {symbol} ".join(str(int(v)) for v in operands)
-    raise IntegerOverflowError(f"{cls.dtype} overflow: {shown} = {value}")
+    raise IntegerOverflowError(f"{cls.dtype} overflow: {expression} = {value}")
 
 
 def _runtime_int_operator(symbol: str, fn):
+    constants = (int,) if symbol in ("<<", ">>") else (int, bool)
+
+    def apply(cls, a: int, b: int):
+        if symbol in ("//", "%") and b == 0:
+            raise IntegerDivisionError(f"integer division by zero: {a} {symbol} 0")
+        if symbol in ("<<", ">>") and not 0 <= b < cls.dtype.bitwidth:
+            raise IntegerOverflowError(f"shift of a {cls.dtype} by {b}")
+        r = fn(a, b)
+        if cls.low <= r <= cls.high:
+            return cls(r)
+        return _fit(r, cls, f"{a} {symbol} {b}")
+
     def forward(self, other):
         kind = type(other)
-        if kind is int or kind is bool:
-            cls = type(self)
-            if not cls.low <= other <= cls.high:
-                raise RefusedError(f"integer constant {other} is out of range of {cls.dtype}")
-        elif kind is Int32:
-            cls = type(self)
-        elif kind is Int64:
-            cls = Int64
-        elif kind is float:
-            return _ON_TILES[symbol](self, other)
-        else:
-            return NotImplemented
-        if int(other) == 0 and symbol in ("//", "%"):
-            raise RefusedError(f"division by zero: {int(self)} {symbol} 0")
-        return _fit(fn(int(self), int(other)), cls, symbol, self, other)
+        if kind in constants:
+            return apply(type(self), self.value, _constant_int(other, self.dtype))
+        if kind is Int32 or kind is Int64:
+            return apply(Int64 if kind is Int64 else type(self), self.value, other.value)
+        return _ON_TILES[symbol](self, other)
 
     def backward(self, other):
-        kind = type(other)
-        if kind is float:
-            return _ON_TILES[symbol](other, self)
-        if kind is not int and kind is not bool:
-            return NotImplemented
-        return forward(type(self)(_constant_int(other, self.dtype)), self)
+        if type(other) in constants:
+            return apply(type(self), _constant_int(other, self.dtype), self.value)
+        return _ON_TILES[symbol](other, self)
 
     return forward, backward
 
@@ -172,8 +219,7 @@ for _symbol, (_name, _fn) in _INT_OPERATORS.items():
 
 
 def _constant_int(value: int, dtype: DType) -> int:
-    low, high = _cext.integer_dtype_min(dtype), _cext.integer_dtype_max(dtype)
-    if not low <= value <= high:
+    if not _cext.integer_dtype_min(dtype) <= value <= _cext.integer_dtype_max(dtype):
         raise RefusedError(f"integer constant {value} is out of range of {dtype}")
     return value
 
@@ -182,7 +228,7 @@ def _constant_int(value: int, dtype: DType) -> int:
 
 
 def is_scalar(x) -> bool:
-    return isinstance(x, (int, float))
+    return isinstance(x, (int, float, RuntimeInt))
 
 
 def constant_dtype(value) -> DType:
@@ -256,8 +302,14 @@ def promote(x, y, force_float: bool = False) -> DType:
 def round_to_tf32(t: torch.Tensor) -> torch.Tensor:
     """float32 rounded to a 10-bit mantissa, to nearest even."""
     bits = t.view(torch.int32)
-    rounded = ((bits + (((bits >> 13) & 1) + 0xFFF)) & ~0x1FFF).view(torch.float32)
-    return torch.where(t.isnan(), t, rounded)
+    half = bits >> 13
+    half &= 1
+    half += 0xFFF
+    half += bits
+    half &= ~0x1FFF
+    rounded = half.view(torch.float32)
+    # The carry of a NaN's mantissa may run into its sign.
+    return torch.where(t.isnan(), t, rounded) if bool(t.isnan().any()) else rounded
 
 
 def cast(t: torch.Tensor, src: DType, dst: DType) -> torch.Tensor:
@@ -285,21 +337,18 @@ _CONSTANTS: dict[tuple, torch.Tensor] = {}
 
 def constant(value, dtype: DType) -> torch.Tensor:
     """A number as a 0-d tensor of the dtype, rounded to it; tensors are shared, so do not write to them."""
+    if isinstance(value, RuntimeInt):
+        return cast(torch.tensor(value.value, dtype=torch.int64, device="cpu"), int64, dtype)
+    real = type(value) is float
     # 0.0 and -0.0 are equal, and so would share an entry.
-    key = (
-        (value or repr(value), type(value), dtype)
-        if type(value) is float
-        else (int(value), type(value), dtype)
-    )
+    key = (value or repr(value) if real else int(value), real, dtype)
     found = _CONSTANTS.get(key)
     if found is None:
         if len(_CONSTANTS) > 4096:
             _CONSTANTS.clear()
-        wide = torch.float64 if isinstance(value, float) else torch.int64
-        source = float64 if isinstance(value, float) else int64
-        if type(value) is not float:
-            value = int(value)
-        found = _CONSTANTS[key] = cast(torch.tensor(value, dtype=wide, device="cpu"), source, dtype)
+        wide = float64 if real else int64
+        t = torch.tensor(value if real else int(value), dtype=STORAGE[wide], device="cpu")
+        found = _CONSTANTS[key] = cast(t, wide, dtype)
     return found
 
 
@@ -600,29 +649,21 @@ def astype(x, dtype, *, rounding_mode=None) -> Tile:
 # ---- elementwise binary -----------------------------------------------------------------------------------
 
 
-def _python_scalars(symbol: str, python, x, y):
-    """Both operands are numbers: constants fold, run-time integers stay run-time integers."""
+def _fold(symbol: str, python, x, y):
+    """Both operands are Python constants: the result is one, computed by Python."""
+    constant_dtype(x), constant_dtype(y)
     try:
-        if isinstance(x, RuntimeInt) or isinstance(y, RuntimeInt) or python is not None:
-            return python(x, y)
-    except (ZeroDivisionError, ValueError) as error:
+        return python(x, y)
+    except (ZeroDivisionError, ValueError, OverflowError) as error:
         raise RefusedError(f"{x} {symbol} {y}: {error}") from None
-    raise RefusedError(f"{symbol} of two numbers")
 
 
 def _arithmetic(symbol: str, fn, python, *, force_float: bool = False, exact_int=None):
     """Builds x `symbol` y. `exact_int` is `fn` on int64 tensors, whose result is checked or wrapped."""
 
     def general(x, y):
-        x_tile, y_tile = type(x) is Tile, type(y) is Tile
-        if not x_tile and not y_tile:
-            if isinstance(x, float) or isinstance(y, float) or force_float:
-                if isinstance(x, RuntimeInt) or isinstance(y, RuntimeInt):
-                    return op(
-                        as_tile(x) if isinstance(x, RuntimeInt) else x, as_tile(y) if is_strict(y) else y
-                    )
-            constant_dtype(x), constant_dtype(y)
-            return _python_scalars(symbol, python, x, y)
+        if is_loose(x) and is_loose(y):
+            return _fold(symbol, python, x, y)
         for side, v in (("left", x), ("right", y)):
             if not _is_arithmetic(dtype_of(v)):
                 raise RefusedError(f"{side} operand of {symbol} has non-arithmetic dtype {dtype_of(v)}")
@@ -637,7 +678,7 @@ def _arithmetic(symbol: str, fn, python, *, force_float: bool = False, exact_int
                 return Tile(fn(a, b), common)
             return Tile(_integer(symbol, exact_int or fn, a, b, common), common)
         except RuntimeError as error:
-            if isinstance(error, (RefusedError, IntegerOverflowError)):
+            if isinstance(error, InterpreterError):
                 raise
             _shape_error(a, b, error)
 
@@ -658,13 +699,9 @@ def _arithmetic(symbol: str, fn, python, *, force_float: bool = False, exact_int
     return op
 
 
-def is_strict(x) -> bool:
-    return not is_loose(x)
-
-
 def _integer(symbol: str, fn, a: torch.Tensor, b: torch.Tensor, dtype: DType) -> torch.Tensor:
     if symbol in ("//", "%", "cdiv") and bool((b == 0).any()):
-        raise RefusedError(f"integer division by zero in a tile ({symbol})")
+        raise IntegerDivisionError(f"integer division by zero in a tile ({symbol})")
     wide = fn(a.to(torch.int64), b.to(torch.int64))
     mask = _WIDE_UNSIGNED.get(dtype)
     if mask is not None:
@@ -723,20 +760,14 @@ def _refuse_int_pow():
 def pow_(x, y):
     if not is_loose(x) or not is_loose(y):
         base, exponent = dtype_of(x), dtype_of(y)
-        small = exponent in (int8, int16, int32, uint8, uint16)
-        if base in _FLOATS and small:
+        if base in _FLOATS and exponent in (int8, int16, int32, uint8, uint16):
             wide = tensor_as(x, base).to(torch.float64)
             return Tile(torch.pow(wide, tensor_as(y, int32)).to(STORAGE[base]), base)
-        if _is_integral(base) and _is_integral(exponent):
-            _refuse_int_pow()
-        if type(x) is not Tile and type(y) is not Tile:
-            x = as_tile(x) if is_strict(x) else x
-            y = as_tile(y) if is_strict(y) else y
     return _float_pow(x, y)
 
 
 def divmod_(x, y):
-    if (type(x) is Tile or type(y) is Tile) and _is_float(promote(x, y)):
+    if not (is_loose(x) and is_loose(y)) and _is_float(promote(x, y)):
         raise RefusedError("divmod() is not implemented for floating point tiles")
     return floordiv(x, y), mod(x, y)
 
@@ -754,9 +785,11 @@ def _comparison(symbol: str, fn, python):
         elif type(y) is Tile:
             common = promote(x, y)
             a, b = tensor_as(x, common), tensor_as(y, common)
+        elif is_loose(x) and is_loose(y):
+            return _fold(symbol, python, x, y)
         else:
-            constant_dtype(x), constant_dtype(y)
-            return python(x, y)
+            common = promote(x, y)
+            a, b = tensor_as(x, common), tensor_as(y, common)
         try:
             return Tile(fn(a, b), bool_)
         except RuntimeError as error:
@@ -775,17 +808,22 @@ greater_equal = _comparison(">=", torch.ge, operator.ge)
 
 def _bitwise(symbol: str, fn, python, *, shift: bool = False):
     def op(x, y):
-        if type(x) is not Tile and type(y) is not Tile:
-            constant_dtype(x), constant_dtype(y)
-            return python(x, y)
+        if is_loose(x) and is_loose(y):
+            return _fold(symbol, python, x, y)
         x_dtype, y_dtype = dtype_of(x), dtype_of(y)
         for dtype in (x_dtype, y_dtype):
             if not (_is_integral(dtype) or (dtype is bool_ and not shift)):
                 raise RefusedError(f"{symbol} needs integers{'' if shift else ' or booleans'}, got {dtype}")
         if not shift and is_loose(x) == is_loose(y) and x_dtype is not y_dtype:
             raise RefusedError(f"operands of {symbol} must have the same dtype, got {x_dtype} and {y_dtype}")
+        if not shift and {x_dtype, y_dtype} == {bool_, int8}:
+            raise RefusedError(f"{symbol} does not support bool with int8")
         common = promote(x, y)
         a, b = tensor_as(x, common), tensor_as(y, common)
+        if shift and bool(((b < 0) | (b >= common.bitwidth)).any()):
+            raise IntegerOverflowError(
+                f"{symbol} of {common} by a negative number or {common.bitwidth} and more"
+            )
         try:
             r = fn(a, b)
         except RuntimeError as error:
@@ -801,6 +839,7 @@ bitwise_or = _bitwise("|", torch.bitwise_or, operator.or_)
 bitwise_xor = _bitwise("^", torch.bitwise_xor, operator.xor)
 lshift = _bitwise("<<", torch.bitwise_left_shift, operator.lshift, shift=True)
 rshift = _bitwise(">>", torch.bitwise_right_shift, operator.rshift, shift=True)
+_ON_TILES |= {"&": bitwise_and, "|": bitwise_or, "^": bitwise_xor, "<<": lshift, ">>": rshift}
 
 
 def where(cond, x, y) -> Tile:
@@ -896,8 +935,6 @@ _negative = _unary("negative", torch.neg, operator.neg, ints="keep")
 
 
 def negative(x):
-    if isinstance(x, RuntimeInt):
-        return -x
     r = _negative(x)
     if type(r) is Tile and r.dtype in _WIDE_UNSIGNED:
         return Tile(r.t & _WIDE_UNSIGNED[r.dtype], r.dtype)
@@ -906,6 +943,7 @@ def negative(x):
 
 def bitwise_not(x):
     if type(x) is not Tile:
+        constant_dtype(x)
         return (not x) if isinstance(x, bool) else ~x
     if _is_float(x.dtype):
         raise RefusedError(f"~ needs integers or booleans, got {x.dtype}")
