@@ -459,6 +459,8 @@ def test_bench_command_writes_resumes_and_remakes(app, tmp_path):
         (("--version-of", "mamba_ssm"), "NAME=VERSION"),
         (("--thin-tilegym", "3"), "than or equal to 4"),
         (("--from", "missing.jsonl"), "missing.jsonl"),
+        (("--from", "rows.jsonl", "--spec", "aligned"), "--from measures nothing"),
+        (("--device", "hammer"), "--device"),
     ],
 )
 def test_bench_refuses_with_a_reason(app, arguments, message):
@@ -618,7 +620,7 @@ def test_tune_without_a_gpu_says_what_is_missing(app):
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     result = invoke(app, "tune", "--spec", "published")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "cutile cannot run here" in result.output
 
 

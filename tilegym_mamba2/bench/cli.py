@@ -1,5 +1,6 @@
 """The commands `bench` and `tune`. Heavy imports wait until a command runs."""
 
+import importlib.util
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -82,6 +83,8 @@ def bench(
 
     if table not in ("rich", "markdown", "none"):
         raise typer.BadParameter(f"--table is rich, markdown or none, got {table!r}")
+    if plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise typer.BadParameter("--plot needs matplotlib: pip install 'tilegym-mamba2[bench]'")
     if resume and json_file is None:
         raise typer.BadParameter("--resume needs --json FILE")
     if from_:
@@ -157,6 +160,8 @@ def _measure(
 
     device = _device(device_name)
     if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise typer.BadParameter(f"--device {device}: torch {torch.__version__} finds no GPU")
         torch.cuda.set_device(device)
     chosen = peers.backends(backend_names or peers.DEFAULT_BACKENDS, **peer_options)
     known = report.load_rows(json_file) if resume and json_file.exists() else []
@@ -195,7 +200,7 @@ def _measure(
                 err.print(
                     f"{name} {pass_name}: the device is lost, nothing more is measured: {error}", style="red"
                 )
-                raise typer.Exit(1) from error
+                raise typer.Exit(2) from error
             rows += new
             if json_file is not None:
                 report.append_rows(json_file, new)
@@ -232,8 +237,8 @@ def tune(
         raise typer.BadParameter("tune needs a GPU: --device cuda or cuda:N")
     ok, reason = available(where if torch.cuda.is_available() else None)
     if not ok:
-        err.print(f"cutile cannot run here: {reason}", style="red", markup=False)
-        raise typer.Exit(1)
+        err.print(f"error: cutile cannot run here: {reason}", style="red", markup=False)
+        raise typer.Exit(2)
     from tilegym_mamba2.backends.cutile import tuning
 
     torch.cuda.set_device(where)

@@ -6,9 +6,9 @@ import hashlib
 import importlib.metadata
 import os
 import platform
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -34,11 +34,11 @@ def describe(device: torch.device, versions: Mapping[str, str] = {}) -> dict[str
 
     block: dict[str, str | None] = {
         "device": device_name(device),
-        "driver": _driver() if device.type == "cuda" else None,
+        "driver": _probe().driver if device.type == "cuda" else None,
         "python": platform.python_version(),
         "tilegym_mamba2": tilegym_mamba2.__version__,
         "code": code_hash(),
-        "tileiras": _tileiras(),
+        "tileiras": _probe().tileiras_version,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
     block |= {name: _version(package) for name, package in PACKAGES.items()}
@@ -72,28 +72,10 @@ def _version(package: str) -> str | None:
 
 
 @functools.cache
-def _driver() -> str | None:
-    try:
-        done = subprocess.run(
-            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            timeout=20,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.split()[0] if done.stdout.split() else None
+def _probe() -> Any:
+    from tilegym_mamba2.backends.cutile.availability import probe
 
-
-@functools.cache
-def _tileiras() -> str | None:
-    try:
-        from tilegym_mamba2.backends.cutile.availability import probe
-
-        return getattr(probe(), "tileiras_version", None)
-    except Exception:
-        return None
+    return probe()
 
 
 @functools.cache

@@ -10,6 +10,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from .measure import Row, headline_us, speed_up
 from .report import SUBJECT, groups
@@ -139,7 +140,8 @@ def speed_up_figure(found: Sequence[Sequence[Row]], subject: str = SUBJECT) -> F
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel(f"times faster ({subject})")
     axes[0][0].set_ylim(0, 1.12 * highest)
-    axes[0][0].legend(frameon=False, loc="lower right")
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, frameon=False, loc="outside lower center", ncols=len(labels))
     sizes = dict(zip(_FAMILY, family, strict=True))
     shape = (
         f"B {sizes['batch_size']}, H {sizes['num_heads']}, P {sizes['head_size']}, G {sizes['num_groups']}"
@@ -221,7 +223,11 @@ def roofline_figure(found: Sequence[Sequence[Row]], subject: str = SUBJECT) -> F
     axis.set_ylim(min(min(r["tflops"] for r in rows), low * copy / 1e3) / 1.6, matrix * 1.8)
     axis.set_xlabel("operations per byte (inputs read once, outputs written once)")
     axis.set_ylabel("TFLOP/s (operations at the spec's chunk size)")
-    axis.grid(which="both", alpha=0.2)
+    for scale in (axis.xaxis, axis.yaxis):
+        scale.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        scale.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        scale.set_minor_locator(NullLocator())
+    axis.grid(alpha=0.25)
     axis.legend(frameon=False, loc="lower right")
     name = rows[0]["pass"]
     figure.suptitle(f"Roofline, Mamba-2 {name}\n{_short(found)}; {_device(found)}", fontsize=10)
@@ -231,12 +237,13 @@ def roofline_figure(found: Sequence[Sequence[Row]], subject: str = SUBJECT) -> F
 def _label_roofs(axis: Axes, low: float, ridge: float, high: float, copy: float, matrix: float) -> None:
     text = {"fontsize": 8, "color": "0.2"}
     rate = f"{copy / 1e3:.2f} TB/s" if copy >= 1e3 else f"{copy:.1f} GB/s"
-    start = low * 1.15
+    start = low * 1.05
     axis.annotate(
         f"copy {rate}",
         (start, start * copy / 1e3),
-        xytext=(0, 10),
+        xytext=(6, -2),
         textcoords="offset points",
+        va="top",
         **text,
     )
     axis.annotate(

@@ -78,6 +78,10 @@ def _us(value: float | None) -> str:
     return f"{value:.1f}" if value < 100 else f"{value:,.0f}"
 
 
+def _number(value: float) -> str:
+    return f"{value:.3g}" if value < 100 else f"{value:,.0f}"
+
+
 def _median(row: Row, kind: str) -> float | None:
     return row[kind]["median"] if row.get(kind) else None
 
@@ -134,7 +138,7 @@ def rich_table(rows: Iterable[Row], *, subject: str = SUBJECT, title: str = "") 
                 continue
             kinds = ("graph_us", "eager_us", "host_us") if on_gpu else ("wall_us",)
             cells += [_us(_median(row, kind)) for kind in kinds]
-            cells += [f"{row['tflops']:.3g}", f"{row['gbs']:.3g}", f"{row['floor_share']:.0%}"]
+            cells += [_number(row["tflops"]), _number(row["gbs"]), f"{row['floor_share']:.0%}"]
             if on_gpu:
                 cells.append(_size(row.get("peak_bytes")))
             cells += [f"{row['first_call_s']:.2g}", _error(row)]

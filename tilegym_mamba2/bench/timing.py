@@ -238,7 +238,8 @@ def host_time(fn: Call, *, calls: int = 20, rounds: int = 7) -> TimingResult:
     """CPU time of one call while the GPU is busy, so that no call waits for another.
 
     A sleeping kernel occupies the stream, `calls` calls are enqueued behind it, and the wall clock
-    is read before it ends; a round in which it ended too early is repeated behind a longer sleep.
+    is read before it ends; a round in which it ended too early is repeated with fewer calls behind a
+    longer sleep. Raises RuntimeError when that never helps: the call synchronises.
     """
     call_us = _warm_up([fn])
     if call_us > 2000.0:  # the queue drains after every round: keep that under 20 ms
@@ -251,10 +252,9 @@ def host_time(fn: Call, *, calls: int = 20, rounds: int = 7) -> TimingResult:
     fn()
     sleep_us = max(3000.0, 3 * calls * (time.perf_counter() - start) * 1e6)
     samples: list[float] = []
-    attempts = 0
+    short = 0
     with _no_gc():
-        while len(samples) < rounds and attempts < 4 * rounds:
-            attempts += 1
+        while len(samples) < rounds and short < 6:
             torch.cuda.synchronize()
             torch.cuda._sleep(int(sleep_us * cycles_per_us))
             asleep = torch.cuda.Event()
@@ -263,13 +263,16 @@ def host_time(fn: Call, *, calls: int = 20, rounds: int = 7) -> TimingResult:
             for _ in range(calls):
                 fn()
             elapsed = (time.perf_counter() - start) * 1e6
-            if asleep.query():
-                sleep_us = min(2 * sleep_us, 1e6)
+            if not asleep.query():
+                samples.append(elapsed / calls)
                 continue
-            samples.append(elapsed / calls)
+            # the sleep was too short, or so many launches filled the queue and waited for its end
+            short += 1
+            sleep_us = min(2 * sleep_us, 5e5)
+            calls = max(2, calls // 2)
     torch.cuda.synchronize()
     if not samples:
-        raise RuntimeError("the call waits for the GPU: it synchronises, so it has no host time of its own")
+        raise RuntimeError("no host time: the call waits for the GPU")
     return summarise(samples)
 
 
