@@ -349,6 +349,15 @@ def test_tilegym_searches_only_the_sample_and_the_row_says_so(monkeypatch):
     assert "Searches thinned, configurations a kernel: " in report.markdown_table(rows)
 
 
+def test_a_search_that_tilegym_skips_is_named(monkeypatch):
+    pytest.importorskip("tilegym.ops.cutile.mamba2")
+    monkeypatch.setenv("TILEGYM_DISABLE_AUTOTUNE", "1")
+    with peers.thinned_search(None) as search:
+        pass
+    assert "TILEGYM_DISABLE_AUTOTUNE" in search.sentence()
+    assert search.as_data() is None
+
+
 def test_the_spaces_that_are_thinned_are_those_of_the_installed_tilegym():
     module = pytest.importorskip("tilegym.ops.cutile.mamba2")
     spaces = (

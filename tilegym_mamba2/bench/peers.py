@@ -5,6 +5,7 @@ timed and the best one stands for the backend. A variant turns a set of inputs i
 results are named as in `OUTPUTS`.
 """
 
+import collections
 import contextlib
 import importlib
 import importlib.util
@@ -53,6 +54,7 @@ class Search:
 
     limit: int | None = None
     kernels: list[dict[str, Any]] = field(default_factory=list)
+    off: str = ""
 
     def as_data(self) -> dict[str, Any] | None:
         if not self.kernels:
@@ -61,7 +63,7 @@ class Search:
 
     def sentence(self) -> str:
         if not self.kernels:
-            return ""
+            return self.off
         tried = sum(k["searched"] for k in self.kernels)
         total = sum(k["of"] for k in self.kernels)
         seconds = sum(k["seconds"] for k in self.kernels)
@@ -165,8 +167,10 @@ def thinned_search(limit: int | None) -> Iterator[Search]:
     The kernel that sums the decay is a tenth of the work and its configurations differ little: half.
     """
     module = importlib.import_module("tilegym.ops.cutile.mamba2")
-    original = module.exhaustive_search
     record = Search(limit)
+    if module.is_autotune_disabled():
+        record.off = "no search: TILEGYM_DISABLE_AUTOTUNE is set, so its first configuration is timed"
+    original = module.exhaustive_search
 
     def search(
         configs: Sequence[Any], stream: Any, grid_fn: Any, kernel: Any, *args: Any, **kwargs: Any
@@ -199,31 +203,34 @@ def thin(configs: Sequence[Any], limit: int | None) -> list[Any]:
     """At most `limit` of `configs` (objects with attributes), chosen so that little is missed.
 
     First every combination of BLOCK_STATE 64 and 128 with persistent and not that the space has, then
-    whatever adds most unseen pairs of structural values, latencies counting least. Deterministic.
+    whatever adds most unseen pairs of structural values, then the least used values, latencies counting
+    least. Deterministic.
     """
     if limit is None or len(configs) <= limit:
         return list(configs)
-    values = [vars(config) for config in configs]
     chosen: list[int] = []
     seen: set[tuple] = set()
+    used: collections.Counter = collections.Counter()
+
+    def parts(i: int) -> tuple[tuple, list, list]:
+        items = list(vars(configs[i]).items())
+        structure = [item for item in items if not item[0].endswith(("LAT", "LATENCY"))]
+        required = tuple(item for item in structure if item[0] in _REQUIRED)
+        return required, structure, items
 
     def gain(i: int) -> tuple[float, ...]:
-        v = values[i]
-        required = tuple((k, v[k]) for k in _REQUIRED if k in v)
-        wanted = all(v[k] in _REQUIRED[k] for k, _ in required)
-        structure = [(k, x) for k, x in v.items() if not k.upper().endswith(("LAT", "LATENCY"))]
+        required, structure, items = parts(i)
+        first = required not in seen and all(value in _REQUIRED[name] for name, value in required)
         pairs = sum(pair not in seen for pair in itertools.combinations(structure, 2))
-        singles = sum((item,) not in seen for item in v.items())
-        return (wanted and required not in seen, pairs, singles, -i)
+        return first, pairs, -sum(used[s] for s in structure), -sum(used[item] for item in items), -i
 
     while len(chosen) < limit:
         best = max((i for i in range(len(configs)) if i not in chosen), key=gain)
         chosen.append(best)
-        v = values[best]
-        structure = [(k, x) for k, x in v.items() if not k.upper().endswith(("LAT", "LATENCY"))]
-        seen.add(tuple((k, v[k]) for k in _REQUIRED if k in v))
+        required, structure, items = parts(best)
+        seen.add(required)
         seen.update(itertools.combinations(structure, 2))
-        seen.update((item,) for item in v.items())
+        used.update(items)
     return [configs[i] for i in sorted(chosen)]
 
 
