@@ -59,7 +59,7 @@ def budget_for(
     entry: Any,
     output: str,
     dtype: torch.dtype,
-    decay: str,
+    decay: str | None,
     ref: torch.Tensor,
     output_dtype: torch.dtype | None = None,
 ) -> float:
@@ -71,7 +71,9 @@ def budget_for(
     Args:
         entry: the op's registry entry, whose `budgets` map dtype names to outputs to numbers.
         output: one of `entry.outputs`.
-        dtype: of x. decay: the spec's; anything but "published" means zero-mean inputs.
+        dtype: of x.
+        decay: the spec's; anything but "published" means zero-mean inputs. None, for inputs of unknown kind,
+            takes the widest of the variants.
         ref: the float64 result.
         output_dtype: what it was rounded to; by default x's dtype for `out, dx, db, dc`, else float32.
 
@@ -99,7 +101,7 @@ def check(
     references: Mapping[str, torch.Tensor | None],
     *,
     dtype: torch.dtype,
-    decay: str,
+    decay: str | None,
     slack: float = 1.0,
 ) -> list[Verdict]:
     """A verdict for every output of the op, in its order.
@@ -124,13 +126,16 @@ def check(
     return verdicts
 
 
-def _stated_budget(entry: Any, output: str, dtype: torch.dtype, decay: str) -> float:
+def _stated_budget(entry: Any, output: str, dtype: torch.dtype, decay: str | None) -> float:
     name = str(dtype).removeprefix("torch.")
-    keys = [name] if decay == "published" else [f"{name}_{decay}", f"{name}_zero_mean", name]
-    for key in keys:
-        if output in entry.budgets.get(key, {}):
-            return entry.budgets[key][output]
-    raise KeyError(f"ops.{entry.name}.budgets.{name} has no budget for {output!r}")
+    if decay is None:
+        keys = [key for key in entry.budgets if key == name or key.startswith(f"{name}_")]
+    else:
+        keys = [name] if decay == "published" else [f"{name}_{decay}", f"{name}_zero_mean", name]
+    stated = [entry.budgets[key][output] for key in keys if output in entry.budgets.get(key, {})]
+    if not stated:
+        raise KeyError(f"ops.{entry.name}.budgets.{name} has no budget for {output!r}")
+    return max(stated) if decay is None else stated[0]
 
 
 def _blocks(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
