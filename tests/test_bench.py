@@ -5,6 +5,8 @@ import csv
 import dataclasses
 import functools
 import json
+import multiprocessing
+import sys
 import time
 from types import SimpleNamespace
 
@@ -14,7 +16,7 @@ import typer
 from typer.testing import CliRunner
 
 import tilegym_mamba2  # noqa: F401  registers the ops
-from tilegym_mamba2.bench import cli, environment, measure, peers, plots, report, roofline, timing, tune
+from tilegym_mamba2.bench import cli, environment, measure, peers, plots, pool, report, roofline, timing, tune
 from tilegym_mamba2.bench.pool import run_in_processes
 from tilegym_mamba2.spec import SPECS
 
@@ -633,6 +635,52 @@ def test_tune_without_a_gpu_says_what_is_missing(app):
     assert "cutile cannot run here" in result.output
 
 
+def test_tune_command_saves_each_key_once_and_shows_what_it_gained(app, monkeypatch, tmp_path):
+    from tilegym_mamba2.backends import cutile
+    from tilegym_mamba2.backends.cutile import availability
+
+    tuning = FakeTuning(Config(3), Config(1))
+    tuning.user_table_path = lambda arch: tmp_path / f"{arch}.json"
+    searched = []
+
+    def fake_search(name, spec, **options):
+        searched.append(name)
+        if name == "ragged":
+            raise RuntimeError("the configuration in use fails: no reason")
+        key = tuning.problem_key(**{k: v for k, v in inputs(spec).items() if k in "xb"})
+        failed = [(Config(9), "RuntimeError: does not compile")]
+        return tune.TuneResult(name, key, "default", 30.0, 24.0, Config(1), True, 2, failed, 1.5)
+
+    def inputs(spec):
+        return spec.get_sample_inputs(with_reference=False, with_backward=False, device="cpu")
+
+    sample = type(SPECS["aligned"]).get_sample_inputs
+    monkeypatch.setattr(
+        type(SPECS["aligned"]),
+        "get_sample_inputs",
+        lambda self, **options: sample(self, **(options | {"device": "cpu"})),
+    )
+    monkeypatch.setattr(cli, "_device", lambda name: SimpleNamespace(type="cuda"))
+    monkeypatch.setattr(availability, "available", lambda device: (True, ""))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test")
+    monkeypatch.setattr(cutile, "tuning", tuning, raising=False)
+    monkeypatch.setitem(sys.modules, "tilegym_mamba2.backends.cutile.tuning", tuning)
+    monkeypatch.setattr(tune, "search", fake_search)
+
+    result = invoke(app, "tune", "--spec", "aligned,ragged", "--spec", "bf16-slow")
+    assert result.exit_code == 0, result.output
+    assert searched == ["aligned", "bf16-slow"]
+    for text in ("30.0", "24.0", "20.0%", "does not compile", "sm_90.json"):
+        assert text in result.output
+    assert tuning.saved["sm_90"].keys() == {"P32-N64"}
+
+    failed = invoke(app, "tune", "--spec", "ragged", "--dry-run")
+    assert failed.exit_code == 1
+    assert "ragged: not tuned" in failed.output and "nothing written" in failed.output
+
+
 def test_a_task_that_raises_dies_or_hangs_fails_alone():
     # partial(exec) runs each task as Python; unlike a function of this file it costs the child no import
     tasks = ["pass", "int('x')", "import os; os._exit(3)", "pass", "import time; time.sleep(60)"]
@@ -644,8 +692,9 @@ def test_a_task_that_raises_dies_or_hangs_fails_alone():
 
 
 def test_a_worker_that_cannot_start_says_so():
-    results = dict(run_in_processes(functools.partial, (3,), ["pass"], workers=1))
-    assert "could not start: TypeError" in results[0]
+    ours, theirs = multiprocessing.Pipe()
+    pool._serve(theirs, functools.partial, (3,))
+    assert ours.recv().startswith("the worker could not start: TypeError")
 
 
 def test_tasks_past_the_deadline_are_not_reached():

@@ -249,6 +249,7 @@ def tune(
         return tilegym_mamba2.mamba2_chunk_forward(*args, backend="cutile")
 
     results: list[tuner.TuneResult] = []
+    failures = 0
     specs = _specs(spec, tag, str(where))
     with _progress(err) as progress:
         outer = progress.add_task("specs", total=len(specs))
@@ -264,16 +265,22 @@ def tune(
             if key in {r.key for r in results}:
                 progress.advance(outer)
                 continue
-            result = tuner.search(
-                name,
-                one,
-                device=where,
-                tuning=tuning,
-                op=forward,
-                workers=workers,
-                limit_seconds=limit,
-                on_step=step,
-            )
+            try:
+                result = tuner.search(
+                    name,
+                    one,
+                    device=where,
+                    tuning=tuning,
+                    op=forward,
+                    workers=workers,
+                    limit_seconds=limit,
+                    on_step=step,
+                )
+            except (RuntimeError, ValueError) as error:
+                err.print(f"{name}: not tuned: {error}", style="red", markup=False)
+                failures += 1
+                progress.advance(outer)
+                continue
             results.append(result)
             if not dry_run:
                 tuner.save(tuning, arch, result, device_name)
@@ -302,6 +309,8 @@ def tune(
             console.print(f"- {r.spec}: left out {config}: {why}", markup=False, highlight=False)
     place = tuning.user_table_path(arch)
     console.print(f"written: {place}" if not dry_run else f"nothing written (would be {place})", markup=False)
+    if failures:
+        raise typer.Exit(1)
 
 
 # --- shared --------------------------------------------------------------------------------------

@@ -164,7 +164,7 @@ class TileGym(Backend):
 def thinned_search(limit: int | None) -> Iterator[Search]:
     """While active, TileGym's search sees at most `limit` configurations a kernel (None: all of them).
 
-    The kernel that sums the decay is a tenth of the work and its configurations differ little: half.
+    The kernel that sums the decay takes 7 of the published benchmark's 292 µs: half as many for it.
     """
     module = importlib.import_module("tilegym.ops.cutile.mamba2")
     record = Search(limit)
