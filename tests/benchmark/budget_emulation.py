@@ -10,6 +10,7 @@ torch, product by product, and shows the worst seed; "used" compares the better 
 
 import argparse
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -115,7 +116,7 @@ def main() -> None:
                 numbers = [f"{value:.2e}" for value in (apart, folded, rounding, budget)]
                 used = f"{min(apart, folded) / budget:.0%}"
                 table.add_row(DTYPE_NAMES[dtype], decay, output, *numbers, used)
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
 
 
 if __name__ == "__main__":

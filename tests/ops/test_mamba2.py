@@ -148,6 +148,36 @@ def test_any_problem(runner: Runner, problem: tuple[Mamba2ProblemSpec, tuple[str
     assert_within_budget(FORWARD, spec, results, float64_reference(inputs), slack=1.3)
 
 
+# ---- on a GPU only: the published benchmark, and what only size brings out
+
+LARGE_SPECS = [
+    name
+    for name in ("published", "published-slow", "published-none", *select("edge"))
+    if name not in TEST_SPECS
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", LARGE_SPECS)
+@pytest.mark.parametrize("backend", ["cutile", "torch"])
+def test_large_forward_parity(backend: str, name: str) -> None:
+    spec = SPECS[name]
+    inputs = spec.get_sample_inputs(with_backward=False, device="cuda")
+    assert_within_budget(FORWARD, spec, Runner(backend, "cuda").forward(inputs), inputs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["bf16-slow", "fp16-published", "fp32-slow", "p80-n96", "violent"])
+def test_interpreter_agrees_with_the_gpu(name: str) -> None:
+    spec = TEST_SPECS[name]
+    on_gpu = Runner("cutile", "cuda").forward(sample(spec, "cuda"))
+    interpreted = Runner("cutile", "interpreter").forward(sample(spec, "cpu"))
+    references = {output: tensor.double() for output, tensor in interpreted.items()}
+    assert_within_budget(
+        FORWARD, spec, {output: tensor.cpu() for output, tensor in on_gpu.items()}, references
+    )
+
+
 # ---- identities
 
 IDENTITY_SPECS = ("bf16-slow", "fp32-slow", "ragged")
