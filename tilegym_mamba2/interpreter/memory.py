@@ -10,7 +10,7 @@ import torch
 from cuda.tile import PaddingMode
 from cuda.tile import _datatype as dt
 
-from .errors import NeverWrittenError, OutOfBoundsError, RaceError, RefusedError
+from .errors import NeverWrittenError, OutOfBoundsError, RaceError, RefusedError, UnsupportedError
 from .tile import (
     STORAGE,
     DType,
@@ -143,6 +143,9 @@ class Array:
     def __repr__(self):
         return f"Array({self.name}, {self.dtype}{self.sizes})"
 
+    def __getattr__(self, name):
+        raise UnsupportedError(f"Array.{name} is not supported by the tile interpreter")
+
     def __getitem__(self, index):
         raise RefusedError("arrays cannot be indexed: use ct.load, ct.gather or array.slice")
 
@@ -172,7 +175,7 @@ class Array:
         """(lengths inside the array, strides by tile axis, offset, first elements by array axis)."""
         sizes, strides = self.sizes, self.steps
         ndim = len(sizes)
-        if not isinstance(index, (tuple, list)):
+        if not isinstance(index, tuple):
             index = (index,)
         if len(index) != ndim:
             raise RefusedError(
@@ -252,7 +255,7 @@ class Array:
 
     def _offsets(self, indices, check_bounds, mask, what):
         """(offsets, mask of what is accessed or None): int64 and bool tensors of the common index shape."""
-        if not isinstance(indices, (tuple, list)):
+        if not isinstance(indices, tuple):
             indices = (indices,)
         if len(indices) != self.ndim:
             raise RefusedError(
@@ -362,7 +365,7 @@ def axis_order(order, ndim: int) -> tuple[int, ...]:
         if order not in ("C", "F"):
             raise RefusedError(f"order must be 'C', 'F' or a permutation, got {order!r}")
         return tuple(range(ndim)) if order == "C" else tuple(range(ndim - 1, -1, -1))
-    if not isinstance(order, (tuple, list)) or len(order) != ndim:
+    if not isinstance(order, tuple) or len(order) != ndim:
         raise RefusedError(f"order must be a permutation of {ndim} axes, got {order!r}")
     axes = tuple(normalize_axis(a, ndim, "axis of order") for a in order)
     if len(set(axes)) != ndim:
@@ -518,6 +521,9 @@ class TiledView:
     def ndim(self):
         return self.array.ndim
 
+    def __getattr__(self, name):
+        raise UnsupportedError(f"TiledView.{name} is not supported by the tile interpreter")
+
     def num_tiles(self, axis):
         axis = normalize_axis(axis, self.ndim)
         return Int32(-(-self.array.sizes[axis] // self.traversal_steps[axis]))
@@ -527,8 +533,13 @@ class TiledView:
                                steps=self.traversal_steps)  # fmt: skip
 
     def store(self, index, tile, *, check_bounds=True, latency=None, allow_tma=None) -> None:
-        if type(tile) is Tile and tile.shape != self.tile_shape:
-            raise RefusedError(f"store of a tile of shape {tile.shape} to a tiled view of {self.tile_shape}")
+        check_implicit_cast(tile, self.dtype, f"store to {self.array.name}")
+        t = tensor_as(tile, self.dtype)
+        if broadcast_shape(tuple(t.shape), self.tile_shape) != self.tile_shape:
+            raise RefusedError(
+                f"store of a tile of shape {tuple(t.shape)} to a tiled view of {self.tile_shape}"
+            )
+        tile = Tile(t.expand(self.tile_shape), self.dtype)
         self.array.store(index, tile, "C", check_bounds, steps=self.traversal_steps)
 
 

@@ -5,7 +5,7 @@ import math
 
 import cuda.tile as ct
 import torch
-from cuda.tile import MemoryOrder, PaddingMode
+from cuda.tile import MemoryOrder, MemoryScope, PaddingMode
 from cuda.tile import _datatype as dt
 
 from . import tile as T
@@ -57,24 +57,52 @@ def _hints(latency, allow_tma=None):
         raise RefusedError(f"allow_tma must be a bool, got {allow_tma!r}")
 
 
+def _check_flag(check_bounds):
+    if check_bounds is not True and check_bounds is not False:
+        raise RefusedError(f"check_bounds must be a constant bool, got {check_bounds!r}")
+
+
+def _check_padding(mode):
+    if type(mode) is not PaddingMode:
+        raise RefusedError(f"padding_mode must be a ct.PaddingMode, got {mode!r}")
+
+
+def _ordered(what, order, scope, synchronising) -> bool:
+    """Whether the access synchronises, which exempts it from the race checks."""
+    if order is MemoryOrder.WEAK:
+        if scope is not MemoryScope.NONE:
+            raise RefusedError(f"{what} with weak memory order cannot have a memory scope")
+        return False
+    if order not in (MemoryOrder.RELAXED, synchronising):
+        raise RefusedError(f"{what} cannot have memory order {order}")
+    if scope not in (MemoryScope.BLOCK, MemoryScope.DEVICE, MemoryScope.SYS):
+        raise RefusedError(f"{what} with memory order {order} needs a memory scope")
+    return True
+
+
 # ---- memory -----------------------------------------------------------------------------------------------
 
 
 def load(array, /, index, shape, *, order="C", padding_mode=PaddingMode.UNDETERMINED, check_bounds=True,
-         latency=None, allow_tma=None, memory_order=MemoryOrder.WEAK, memory_scope=None):  # fmt: skip
+         latency=None, allow_tma=None, memory_order=MemoryOrder.WEAK,
+         memory_scope=MemoryScope.NONE):  # fmt: skip
     array = _need_array(array, "load")
     if latency is not None or allow_tma is not None:
         _hints(latency, allow_tma)
-    ordered = memory_order is not MemoryOrder.WEAK
+    ordered = _ordered("load", memory_order, memory_scope, MemoryOrder.ACQUIRE)
+    _check_padding(padding_mode)
+    _check_flag(check_bounds)
     return array.load(index, constant_shape(shape), order, padding_mode, check_bounds, ordered)
 
 
 def store(array, /, index, tile, *, order="C", check_bounds=True, latency=None, allow_tma=None,
-          memory_order=MemoryOrder.WEAK, memory_scope=None):  # fmt: skip
+          memory_order=MemoryOrder.WEAK, memory_scope=MemoryScope.NONE):  # fmt: skip
     array = _need_array(array, "store")
     if latency is not None or allow_tma is not None:
         _hints(latency, allow_tma)
-    array.store(index, tile, order, check_bounds, memory_order is not MemoryOrder.WEAK)
+    _check_flag(check_bounds)
+    ordered = _ordered("store", memory_order, memory_scope, MemoryOrder.RELEASE)
+    array.store(index, tile, order, check_bounds, ordered)
 
 
 def load_advanced_indexing(array, indices, /, *, padding_mode=PaddingMode.UNDETERMINED, latency=None,
@@ -101,6 +129,8 @@ def scatter(array, indices, value, /, *, mask=None, check_bounds=True, latency=N
 def num_tiles(array, /, axis, shape, order="C"):
     array = _need_array(array, "num_tiles")
     shape = constant_shape(shape) or (1,) * array.ndim
+    if len(shape) != array.ndim:
+        raise RefusedError(f"num_tiles: tile shape {shape} for an array of rank {array.ndim}")
     axis = normalize_axis(axis, array.ndim)
     return Int32(-(-array.sizes[axis_order(order, array.ndim)[axis]] // shape[axis]))
 
@@ -239,9 +269,11 @@ def astile(value, /, *, dtype):
 
 def reshape(x, /, shape):
     x = need_tile(x, "reshape")
-    shape = tuple(
-        constant_int(n, "dimension of reshape") for n in (shape if isinstance(shape, tuple) else tuple(shape))
-    )
+    if not isinstance(shape, tuple):
+        raise RefusedError(f"reshape: shape must be a tuple, got {shape!r}")
+    for n in shape:
+        if type(n) is not int:
+            constant_int(n, "dimension of reshape")
     if any(n < -1 for n in shape) or builtins.sum(n == -1 for n in shape) > 1:
         raise RefusedError(f"bad shape {shape} in reshape")
     try:
@@ -257,7 +289,7 @@ def expand_dims(x, /, axis):
 
 def broadcast_to(x, /, shape):
     x = need_tile(x, "broadcast_to")
-    shape = constant_shape(shape)
+    shape = constant_shape(shape, single=False)
     try:
         return Tile(x.t.expand(shape), x.dtype)
     except RuntimeError:
@@ -266,8 +298,8 @@ def broadcast_to(x, /, shape):
 
 def permute(x, /, axes):
     x = need_tile(x, "permute")
-    if len(axes) != x.t.ndim:
-        raise RefusedError(f"permute: {len(axes)} axes for a tile of rank {x.t.ndim}")
+    if not isinstance(axes, tuple) or len(axes) != x.t.ndim:
+        raise RefusedError(f"permute: axes {axes!r} for a tile of rank {x.t.ndim}")
     axes = [normalize_axis(a, x.t.ndim) for a in axes]
     if len(set(axes)) != len(axes):
         raise RefusedError(f"permute: axes {axes} repeat")
@@ -308,7 +340,7 @@ def cat(tiles, /, axis):
 
 
 def _subtile(x, index, shape, what):
-    if not isinstance(index, (tuple, list)):
+    if not isinstance(index, tuple):
         index = (index,)
     if len(index) != x.t.ndim:
         raise RefusedError(f"{what}: index of length {len(index)} for a tile of rank {x.t.ndim}")
@@ -505,6 +537,8 @@ min_ = _extremum("min", torch.amin, math.inf)
 def _arg_extremum(name, reduce_, worst):
     def op(x, /, axis=None, *, keepdims=False, propagate_nan=False):
         x = need_tile(x, name)
+        if T._is_float(x.dtype) and x.dtype not in T._FLOATS:
+            raise RefusedError(f"{name} does not support {x.dtype}")
         if x.dtype is bool_:
             x = T.astype(x, int32)
         ndim = x.t.ndim

@@ -133,7 +133,7 @@ class _Arguments:
 
     def _scalar(self, value, annotation, name: str):
         if isinstance(value, bool):
-            return value
+            return Tile(torch.tensor(value, device="cpu"), ct.bool_)
         if isinstance(value, int):
             wide = annotation is not None and annotation.dtype is ct.int64
             cls: type[RuntimeInt] = Int64 if wide else Int32

@@ -102,9 +102,14 @@ class RuntimeInt:
         raise RefusedError("float() of a run-time value: use ct.astype")
 
     def __bool__(self):
-        raise RefusedError(
-            f"an integer ({self.value}) used as a condition: cuda.tile wants a bool, compare it explicitly"
-        )
+        return self.value != 0
+
+    def __getattr__(self, name):
+        # Scalars are 0-d tiles too: shape, ndim, reshape, item.
+        return getattr(as_tile(self), name)
+
+    def astype(self, dtype, *, rounding_mode=None):
+        return astype(self, dtype, rounding_mode=rounding_mode)
 
     def __truediv__(self, other):
         return truediv(self, other)
@@ -403,11 +408,12 @@ def constant_int(x, what: str) -> int:
     return x
 
 
-def constant_shape(shape, what: str = "shape") -> tuple[int, ...]:
-    """A tile shape: compile-time integers, each a power of two."""
-    if not isinstance(shape, (tuple, list)):
+def constant_shape(shape, what: str = "shape", single: bool = True) -> tuple[int, ...]:
+    """A tile shape: compile-time integers, each a power of two; `single` admits one integer for a tuple."""
+    if type(shape) is not tuple:
+        if isinstance(shape, list) or not single:
+            raise RefusedError(f"{what} must be a tuple, got {shape!r}")
         shape = (shape,)
-    shape = tuple(shape)
     # A RuntimeInt equals a plain int, so the types are looked at before the cache.
     for i, n in enumerate(shape):
         if type(n) is not int:
@@ -482,11 +488,9 @@ class Tile:
         if self.t.ndim:
             raise RefusedError(
                 f"a tile of shape {self.shape} used as a condition (if, while, and, or, not, min(), max()): "
-                "only scalars can be; use ct.where, &, |, ct.minimum or ct.maximum"
+                "only scalars can be; use ct.where, &, |, ~, ct.minimum or ct.maximum"
             )
-        if self.dtype is not bool_:
-            raise RefusedError(f"a {self.dtype} scalar used as a condition: cuda.tile wants a bool")
-        return self.t.item()
+        return cast(self.t, self.dtype, bool_).item()
 
     def __index__(self):
         if self.t.ndim or not _is_integral(self.dtype):
@@ -513,6 +517,8 @@ class Tile:
         for i in index:
             if not (i is None or i is Ellipsis or (isinstance(i, slice) and i == slice(None))):
                 raise RefusedError(f"a tile index may hold None, ':' and '...' only, got {i!r}")
+        if sum(i is Ellipsis for i in index) > 1:
+            raise RefusedError("a tile index may hold '...' once")
         try:
             return Tile(self.t[index], self.dtype)
         except IndexError as error:
@@ -635,12 +641,14 @@ class Tile:
 
 def astype(x, dtype, *, rounding_mode=None) -> Tile:
     dtype = as_dtype(dtype)
-    x = as_tile(x)
     if rounding_mode is not None:
-        if not (_is_float(x.dtype) and _is_float(dtype)):
+        if not (_is_float(dtype_of(x)) and _is_float(dtype)):
             raise RefusedError("rounding_mode is only valid for float to float conversions")
         if rounding_mode.value != "nearest_even":
             raise UnsupportedError(f"astype with {rounding_mode} is not supported by the tile interpreter")
+    if isinstance(x, RuntimeInt) and (dtype is int32 or dtype is int64):
+        return Int64(x.value) if dtype is int64 else Int32((x.value + 2**31) % 2**32 - 2**31)
+    x = as_tile(x)
     if x.dtype is dtype:
         return x
     return Tile(cast(x.t, x.dtype, dtype), dtype)
@@ -737,6 +745,15 @@ def _min_or_max(symbol: str, ignore_nan, propagate_nan, python):
     return op
 
 
+def _refuse_integers(symbol: str):
+    def refuse(a, b):
+        raise RefusedError(
+            f"{symbol} of two integers at run time is not implemented by cuda.tile: cast to float"
+        )
+
+    return refuse
+
+
 add = _arithmetic("+", torch.add, operator.add)
 sub = _arithmetic("-", torch.sub, operator.sub)
 mul = _arithmetic("*", torch.mul, operator.mul)
@@ -746,15 +763,11 @@ mod = _arithmetic("%", torch.remainder, operator.mod)
 cdiv = _arithmetic(
     "cdiv", None, lambda x, y: -((-x) // y), exact_int=lambda a, b: -torch.div(-a, b, rounding_mode="floor")
 )
-atan2 = _arithmetic("atan2", torch.atan2, math.atan2)
+atan2 = _arithmetic("atan2", torch.atan2, math.atan2, exact_int=_refuse_integers("atan2"))
 minimum = _min_or_max("minimum", torch.fmin, torch.minimum, min)
 maximum = _min_or_max("maximum", torch.fmax, torch.maximum, max)
-_float_pow = _arithmetic("**", torch.pow, operator.pow, exact_int=lambda a, b: _refuse_int_pow())
+_float_pow = _arithmetic("**", torch.pow, operator.pow, exact_int=_refuse_integers("**"))
 _ON_TILES = {"+": add, "-": sub, "*": mul, "//": floordiv, "%": mod}
-
-
-def _refuse_int_pow():
-    raise RefusedError("** of two integers at run time is not implemented by cuda.tile: cast to float")
 
 
 def pow_(x, y):
@@ -898,7 +911,7 @@ def _unary(name: str, fn, python, *, ints: str, modes: tuple[str, ...] = (), ftz
         dtype = x.dtype
         if dtype not in _FLOATS:
             if _is_float(dtype):
-                raise RefusedError(f"{name} does not support {dtype}")
+                raise UnsupportedError(f"{name} of {dtype} is not supported by the tile interpreter")
             if ints == "refuse":
                 raise RefusedError(f"{name} does not support {dtype}: cast to float")
             if ints == "float":
@@ -943,7 +956,8 @@ def negative(x):
 
 def bitwise_not(x):
     if type(x) is not Tile:
-        constant_dtype(x)
+        if constant_dtype(x) is float32:
+            raise RefusedError(f"~ needs integers or booleans, got {x}")
         return (not x) if isinstance(x, bool) else ~x
     if _is_float(x.dtype):
         raise RefusedError(f"~ needs integers or booleans, got {x.dtype}")
