@@ -34,10 +34,11 @@ for integers).
 *Order.* Blocks run one after the other in shuffled order. Each launch draws a seed, errors name it, and
 `seed=` or TILEGYM_MAMBA2_INTERPRET_SEED replays it. A kernel whose blocks wait for each other never ends.
 
-*Limits.* Python is not the `cuda.tile` compiler: syntax that the compiler refuses (try, lambdas with effects,
-variables that change type over a loop) runs here. A read that happens before another block's write is only
-reported in the orders where it comes after. uint64, 4-bit floats, directed rounding modes and `mma_scaled`
-are not implemented.
+*Limits.* Python is not the `cuda.tile` compiler: what the compiler refuses as syntax (try, list displays) or
+because a variable changes its type over a branch or a loop runs here, so compile as well. Of what it accepts,
+`min()`, `max()` and `not` of tiles that are no scalars do not run: write ct.minimum, ct.maximum, ~. A read
+before another block's write is only reported in the orders where it comes after. uint64, 4-bit floats,
+directed rounding modes and `mma_scaled` are not implemented.
 """
 
 import os

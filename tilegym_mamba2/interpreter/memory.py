@@ -6,8 +6,9 @@ Offsets are absolute element offsets in the storage, so that overlapping views o
 
 import math
 
+import numpy as np
 import torch
-from cuda.tile import PaddingMode
+from cuda.tile import PaddingMode, Slice
 from cuda.tile import _datatype as dt
 
 from .errors import NeverWrittenError, OutOfBoundsError, RaceError, RefusedError, UnsupportedError
@@ -19,7 +20,6 @@ from .tile import (
     Tile,
     _is_float,
     _is_integral,
-    astype,
     bool_,
     broadcast_shape,
     check_implicit_cast,
@@ -78,41 +78,28 @@ class Memory:
         return torch.as_strided(self.t, (self.size,), (1,), 0)
 
     def claim(self) -> torch.Tensor:
-        # Zero pages are not touched until written, so a huge parent costs nothing.
+        # numpy asks for zero pages, which exist once they are written; torch.zeros would fill a huge parent.
         if self.writer is None:
-            self.writer = torch.zeros(self.size, dtype=torch.int32, device="cpu")
+            self.writer = torch.from_numpy(np.zeros(self.size, dtype=np.int32))
         return self.writer
 
-    def check_unread_race(self, w: torch.Tensor, array: "Array", place) -> None:
-        """`w`: the writers of what is being read."""
-        run = self.run
-        if run.synced:
-            return
-        last = int(w.max()) if w.numel() else 0
-        if last == 0:
-            return
-        bad = (w != 0) & (w != run.me)
-        if not bad.any():
-            return
-        at = tuple(bad.nonzero()[0].tolist())
-        raise RaceError(
-            f"{array.name}{place(at)} is read by block {run.block} "
-            f"and written by {self._who(int(w[at]))} in the same launch"
-        )
+    def check_read_race(self, w: torch.Tensor, array: "Array", place) -> None:
+        """`w`: who wrote what is being read; `place` turns a position in it into an index of the array."""
+        if not self.run.synced:
+            self._check(w, array, place, "is read by block {} and written by {} in the same launch")
 
     def check_write_race(self, w: torch.Tensor, array: "Array", place) -> None:
-        run = self.run
-        last = int(w.max()) if w.numel() else 0
-        if last == 0:
+        self._check(w, array, place, "is written by block {} and by {} in the same launch")
+
+    def _check(self, w: torch.Tensor, array: "Array", place, what: str) -> None:
+        # One reduction decides the common case, nobody wrote here yet.
+        if not w.numel() or int(w.max()) == 0:
             return
-        bad = (w != 0) & (w != run.me)
-        if not bad.any():
-            return
-        at = tuple(bad.nonzero()[0].tolist())
-        raise RaceError(
-            f"{array.name}{place(at)} is written by block {run.block} "
-            f"and by {self._who(int(w[at]))} in the same launch"
-        )
+        bad = (w != 0) & (w != self.run.me)
+        if bad.any():
+            at = tuple(bad.nonzero()[0].tolist())
+            what = what.format(self.run.block, self._who(int(w[at])))
+            raise RaceError(f"{array.name}{place(at)} {what}")
 
     def _who(self, number: int) -> str:
         return "an atomic operation" if number == ATOMIC else f"block {self.run.block_of(number)}"
@@ -144,6 +131,8 @@ class Array:
         return f"Array({self.name}, {self.dtype}{self.sizes})"
 
     def __getattr__(self, name):
+        if name.startswith("_"):
+            raise AttributeError(name)
         raise UnsupportedError(f"Array.{name} is not supported by the tile interpreter")
 
     def __getitem__(self, index):
@@ -221,7 +210,7 @@ class Array:
         inside = torch.as_strided(mem.t, lengths, by, offset)
         if mem.writer is not None and not ordered:
             w = torch.as_strided(mem.writer, lengths, by, offset)
-            mem.check_unread_race(w, self, lambda at: _place(at, where))
+            mem.check_read_race(w, self, lambda at: _place(at, where))
         kind = STORAGE[self.dtype]
         full = shape or (1,) * len(lengths)
         if tuple(lengths) == tuple(full):
@@ -304,7 +293,7 @@ class Array:
                     raise RefusedError(f"{what}: the sparse index must be a 1-D integer tile")
                 sparse += 1
                 shape.append(item.shape[0])
-            elif hasattr(item, "length"):
+            elif isinstance(item, Slice):
                 shape.append(constant_int(item.length, "length of ct.Slice"))
             else:
                 raise RefusedError(f"{what}: an index is neither a 1-D integer tile nor a ct.Slice")
@@ -335,6 +324,15 @@ class Array:
 
     def atomic(self, indices, check_bounds, what):
         return self._offsets(indices, check_bounds, None, what)
+
+
+def _index_of(array, offset: int) -> list[int]:
+    """The index of an element of an array whose strides do not overlap, from its offset in the storage."""
+    rest, index = offset - array.offset, [0] * array.ndim
+    for axis in sorted(range(array.ndim), key=lambda a: -array.steps[a]):
+        if array.steps[axis] > 0:
+            index[axis], rest = divmod(rest, array.steps[axis])
+    return index
 
 
 def _shown(index) -> tuple[int, ...]:
@@ -413,7 +411,7 @@ def load_elements(array, offsets, active, padding, what, check_padding=True) -> 
     at = torch.where(active, offsets, offsets[active].reshape(-1)[0])
     if mem.writer is not None:
         w = torch.where(active, mem.writer[at], 0)
-        mem.check_unread_race(w, array, lambda i: f" (element {i} of the {what})")
+        mem.check_read_race(w, array, lambda i: _index_of(array, int(at[i])))
     return Tile(torch.where(active, mem.flat()[at].to(pad.dtype), pad), array.dtype)
 
 
@@ -422,7 +420,7 @@ def store_elements(array, offsets, active, value, what) -> None:
     t = _values(array, value, tuple(offsets.shape), what)
     at = offsets[active]
     writer = mem.claim()
-    mem.check_write_race(writer[at], array, lambda i: f" (element {i} of the active ones of the {what})")
+    mem.check_write_race(writer[at], array, lambda i: _index_of(array, int(at[i])))
     writer[at] = mem.run.me
     flat = mem.flat()
     flat[at] = t[active].to(flat.dtype)
@@ -440,9 +438,8 @@ def update_elements(array, offsets, active, combine, operands, what, acquire) ->
     if at.numel():
         writer = mem.claim()
         before = writer[at]
-        mem.check_write_race(
-            torch.where(before == ATOMIC, 0, before), array, lambda i: f" (element {i} of {what})"
-        )
+        plain = torch.where(before == ATOMIC, 0, before)
+        mem.check_write_race(plain, array, lambda i: _index_of(array, int(at[i])))
         writer[at] = ATOMIC
         flat = mem.flat()
         picked = [v[active] for v in values]
@@ -522,6 +519,8 @@ class TiledView:
         return self.array.ndim
 
     def __getattr__(self, name):
+        if name.startswith("_"):
+            raise AttributeError(name)
         raise UnsupportedError(f"TiledView.{name} is not supported by the tile interpreter")
 
     def num_tiles(self, axis):
@@ -558,6 +557,3 @@ def check_written(mem: Memory | None, tensor: torch.Tensor, name: str) -> None:
             f"output {name} of shape {tuple(tensor.shape)}: {count} of {tensor.numel()} elements "
             f"were never written, the first at {first}"
         )
-
-
-__all__ = ["Array", "Memory", "RawArrayMemory", "Run", "TiledView", "astype", "check_written"]

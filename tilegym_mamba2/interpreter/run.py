@@ -125,8 +125,6 @@ class _Arguments:
         return self._scalar(value, getattr(annotation, "scalar", None), name)
 
     def _constant(self, value, name: str):
-        if value is None or isinstance(value, (bool, int, float, str, torch.dtype, ct.DType)):
-            return value
         if _cext.classify_constant(value, True) is None:
             raise LaunchError(f"constant argument {name} of type {type(value).__name__} is not supported")
         return value
