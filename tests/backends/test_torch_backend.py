@@ -20,6 +20,15 @@ CUDA = pytest.param(
 )
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Tensors this small only wait for other threads, minutes of it when the machine is busy."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def blocking(min_chunk=1, workspace=1):
     """Take chunk_size as it is, in segments of `workspace` elements: small problems see every path."""
     return mock.patch.multiple(chunked, MIN_CHUNK=min_chunk, MAX_CHUNK=256, WORKSPACE=workspace)
@@ -464,11 +473,18 @@ def test_tokens_after_a_violent_one_keep_their_weights(dtype, tolerance):
     assert_close(chunked.mamba2_chunk_backward(**p, dout=dout, dfinal_state=dfinal), reference, tolerance)
 
 
+def noisy_triangle(L, device):
+    """Ones below the diagonal, up to 1e-12: sums as a parallel scan may round them, not monotone at ties."""
+    generator = torch.Generator().manual_seed(L)
+    return (1 + 1e-12 * torch.randn(L, L, generator=generator, dtype=torch.float64)).tril().to(device)
+
+
 @pytest.mark.parametrize("op", [chunked.mamba2_chunk_forward, chunked.mamba2_chunk_backward])
-def test_no_decay_factor_exceeds_one(op):
-    """Sums of 1e9 with random steps and ties round up and down."""
+def test_no_decay_factor_exceeds_one(op, monkeypatch):
+    """Running sums of 1e9 over random steps and ties, which rounding moves up and down."""
     p = problem(256, decay="ties", seed=3)
     p["dt"] = p["dt"] * 1e7
+    monkeypatch.setattr(chunked, "_triangle", noisy_triangle)
     segments = []
     real = chunked._segment
     with mock.patch.object(chunked, "_segment", lambda *args: segments.append(real(*args)) or segments[-1]):
@@ -529,8 +545,10 @@ def test_float16_states_may_pass_65504(op):
         assert torch.equal(got.isfinite(), ref.to(got.dtype).isfinite())
 
 
-def test_gradients_at_dt_zero_are_not_cut():
+@pytest.mark.parametrize("triangle", [chunked._triangle, noisy_triangle], ids=["exact", "rounded"])
+def test_gradients_at_dt_zero_are_not_cut(triangle, monkeypatch):
     """Where dt is 0 neighbours tie in the running sum; capping the decay must not zero their gradient."""
+    monkeypatch.setattr(chunked, "_triangle", triangle)
     p = problem(200, decay="ties", seed=5)
     assert (p["dt"] == 0).float().mean() > 0.4
     dout, dfinal = cotangents(p)
@@ -540,7 +558,7 @@ def test_gradients_at_dt_zero_are_not_cut():
         chunked.mamba2_chunk_backward(**p, dout=dout, dfinal_state=dfinal)[5],
         autograd(chunked, p, dout, dfinal)[5],
     ):
-        assert error(got[ties], reference[5][ties]) < 1e-12
+        assert error(got[ties], reference[5][ties]) < (1e-12 if triangle is not noisy_triangle else 1e-9)
 
 
 @IMPLEMENTATIONS
@@ -572,17 +590,19 @@ def test_autocast_does_not_narrow_the_products(op):
     assert all(torch.equal(left, right) for left, right in zip(inside, outside, strict=True))
 
 
-class LargestResult(TorchDispatchMode):
-    """Elements of the largest tensor an operation allocates, but for the final concatenation of results."""
+class Results(TorchDispatchMode):
+    """Elements that operations allocate: the largest, but for the final concatenation, and all together."""
 
     def __init__(self):
         super().__init__()
-        self.elements = 0
+        self.largest = self.total = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and not func.is_view and func is not torch.ops.aten.cat.default:
-            self.elements = max(self.elements, result.numel())
+        if isinstance(result, torch.Tensor) and not func.is_view:
+            self.total += result.numel()
+            if func is not torch.ops.aten.cat.default:
+                self.largest = max(self.largest, result.numel())
         return result
 
 
@@ -592,12 +612,23 @@ def test_temporaries_do_not_grow_with_the_sequence(chunk_size, direction):
     largest = []
     for T in (2048, 8192):
         p = problem(T, dtype=torch.float32, B=1, H=4, P=16, G=1, N=16)
-        with torch.no_grad(), LargestResult() as measured, mock.patch.object(chunked, "WORKSPACE", 2**18):
+        with torch.no_grad(), Results() as measured, mock.patch.object(chunked, "WORKSPACE", 2**18):
             if direction == "forward":
                 chunked.mamba2_chunk_forward(**p, chunk_size=chunk_size)
             else:
                 dout, dfinal = p["x"], p["init_state"]
                 chunked.mamba2_chunk_backward(**p, dout=dout, dfinal_state=dfinal, chunk_size=chunk_size)
-        largest.append(measured.elements)
+        largest.append(measured.largest)
     assert largest[0] == largest[1]
     assert 0 < largest[0] <= 2**18
+
+
+def test_autograd_is_linear_in_the_tokens():
+    """A gradient through slices would fill a whole sequence with zeros for each of them."""
+    totals = []
+    for T in (2048, 8192):
+        p = problem(T, dtype=torch.float32, B=1, H=4, P=16, G=1, N=16)
+        with Results() as measured, mock.patch.object(chunked, "WORKSPACE", 2**18):
+            autograd(chunked, p, p["x"], p["init_state"])
+        totals.append(measured.total)
+    assert totals[1] < 4.2 * totals[0]

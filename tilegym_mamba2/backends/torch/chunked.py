@@ -6,9 +6,10 @@ With u = dt∘x, H the state at a chunk's entry, H' at its exit, g the inclusive
     Y    = exp(g)∘(C Hᵀ) + W u + d∘x
     H'   = exp(g_last) H + (exp(g_last - g)∘u)ᵀ B
 
-A segment is as many chunks as fit the workspace. Its products are batched over its chunks; only the walk from H
-to H' is a loop. Without autograd, memory beyond inputs and outputs is one segment's, whatever T is. The backward
-is written out, not left to autograd: it walks the segments in reverse, from one entry state kept per segment.
+A segment is as many chunks as fit the workspace. Its products are batched over its chunks; only the walk from
+H to H' is a loop. Without autograd, memory beyond inputs and outputs is one segment's, whatever T is. The
+backward is written out, not left to autograd: it walks the segments in reverse, from one entry state kept per
+segment.
 
 Three choices about g decide the accuracy:
 - It is summed in float64: differences inside a chunk stay right next to a token that decays by 1e9.
