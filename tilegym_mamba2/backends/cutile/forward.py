@@ -1,15 +1,490 @@
-"""The forward op of the cutile backend; its kernels are not in this version, and a call says so."""
+"""The forward op of the cutile backend: allocates, lays out the launches, runs them. No maths.
 
-from typing import Any, NoReturn
+`mamba2_chunk_forward` launches, with S tiles of L tokens a segment:
 
-from tilegym_mamba2.errors import BackendUnavailable
+    chunk_rows       what the decay contributes, per token
+    segment_states   each segment from zero         } only if there is more than one segment
+    pass_states      local states to entry states   }
+    compute_out      outputs and the final state
+
+What follows from shapes, strides and dtypes alone is worked out once, in a `_Plan`. Copies that are made: x,
+b or c whose last dimension is not contiguous. Scratch: 16 bytes a token and head, and one float32 state (P,
+N) per segment and head.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import tuning
+from .kernels import chunk_cumsum as _cumsum
+from .kernels import compute_out as _out
+from .kernels import fwd_pass_state as _states
+from .kernels.products import BF16, TF32, TF32X3
+from .launch import INT32_REACH, Launch, hinted, needs_wide, require_compiled, run
+
+__all__ = [
+    "chunk_cumsum",
+    "compute_out",
+    "fwd_pass_state",
+    "mamba2_chunk_forward",
+    "supports",
+    "warmup",
+]
+
+OP = "mamba2_chunk_forward"
+TILE_P = 64
+# A product needs at least 16 in each dimension.
+MIN_TILE_N = 16
+
+_X_DTYPES = frozenset((torch.bfloat16, torch.float16, torch.float32))
+_OK = (True, "")
 
 
-def supports(op_name: str, *tensors: Any) -> tuple[bool, str]:
-    """Whether the backend takes these tensors: not yet."""
-    return False, "its kernels are not part of this version of tilegym-mamba2"
+def supports(op_name: str, x: torch.Tensor, *others: torch.Tensor | None) -> tuple[bool, str]:
+    """Whether the kernels take these tensors. Raises TypeError for float64: a GPU has no fast products in
+    it."""
+    if x.dtype in _X_DTYPES:
+        for tensor in others:
+            if tensor is not None and tensor.dtype is torch.float64:
+                break
+        else:
+            return _OK
+    raise TypeError(
+        f"{op_name}: backend 'cutile' takes bfloat16, float16 and float32 tensors, got a float64 one; "
+        "use backend='torch'"
+    )
 
 
-def mamba2_chunk_forward(*args: Any, **kwargs: Any) -> NoReturn:
-    """Raises BackendUnavailable."""
-    raise BackendUnavailable("backend 'cutile': " + supports("mamba2_chunk_forward")[1])
+def mamba2_chunk_forward(
+    x: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    d: torch.Tensor | None,
+    dt: torch.Tensor,
+    init_state: torch.Tensor | None,
+    chunk_size: int = 64,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `tilegym_mamba2.mamba2_chunk_forward`, by the kernels. `chunk_size` is a hint, and not followed.
+
+    float32 inputs follow `torch.get_float32_matmul_precision()`: three tf32 products at "highest", one
+    otherwise.
+    """
+    x, b, c = _last_contiguous(x), _last_contiguous(b), _last_contiguous(c)
+    plan = _plan_of(x, a, b, c, d, dt, init_state)
+    device = x.device
+    out = torch.empty(plan.out_shape, dtype=x.dtype, device=device)
+    final = torch.empty(plan.state_shape, dtype=plan.state_dtype, device=device)
+    if plan.empty:
+        _without_tokens(final, init_state)
+        return out, final
+    rows = torch.empty(plan.rows_shape, dtype=torch.float32, device=device)
+    final_view = final.unsqueeze(2)
+    init_view = final_view if init_state is None else init_state.unsqueeze(2)
+    skip = a if d is None else d
+
+    launches = [plan.rows.launch((a, dt, rows))]
+    states = init_view
+    if plan.pass_states is not None:
+        states = torch.empty(plan.segment_states_shape, dtype=torch.float32, device=device)
+        segment_decay = torch.empty(plan.segment_states_shape[:3], dtype=torch.float32, device=device)
+        if plan.segment_states is not None:
+            launches.append(plan.segment_states.launch((x, b, rows, states, segment_decay)))
+        launches.append(plan.pass_states.launch((states, segment_decay, init_view, final_view)))
+    launches.append(plan.compute_out.launch((x, b, c, rows, skip, states, out, final_view), {"out": out}))
+    plan.run(launches, device)
+    return out, final
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A kernel in its hinted form with its grid and the constants that follow its arrays."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    constants: tuple[Any, ...]
+
+    def launch(self, arrays: tuple[Any, ...], outputs: dict[str, torch.Tensor] | None = None) -> Launch:
+        return Launch(self.kernel, self.grid, arrays + self.constants, outputs or {})
+
+
+@dataclass
+class _Plan:
+    """All that a call needs and that shapes, strides and dtypes decide."""
+
+    out_shape: tuple[int, ...]
+    state_shape: tuple[int, ...]
+    state_dtype: torch.dtype
+    empty: bool
+    rows_shape: tuple[int, ...] = ()
+    segment_states_shape: tuple[int, ...] = ()
+    rows: _Step | None = None
+    segment_states: _Step | None = None
+    pass_states: _Step | None = None
+    compute_out: _Step | None = None
+    compiled: bool = False
+
+    def run(self, launches: Sequence[Launch], device: torch.device) -> None:
+        if device.type == "cpu":
+            run(launches, device)
+            return
+        if device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                self.run(launches, device)
+            return
+        if not self.compiled:
+            require_compiled(launches, OP)
+        run(launches, device)
+        self.compiled = True
+
+
+_plans: dict[tuple[Any, ...], _Plan] = {}
+# Shapes change with every prompt length: keep the plans from growing without end.
+_MAX_PLANS = 4096
+
+
+def _plan_of(*tensors: torch.Tensor | None) -> _Plan:
+    x, a, b, c, d, dt, init_state = tensors
+    # Base addresses off 16 bytes compile to other code, hence their place in the key.
+    addresses = x.data_ptr() | b.data_ptr() | c.data_ptr() | dt.data_ptr() | a.data_ptr()
+    key = (
+        x.shape,
+        x.stride(),
+        x.dtype,
+        b.shape,
+        b.stride(),
+        c.stride(),
+        dt.stride(),
+        dt.dtype,
+        a.dtype,
+        a.stride(),
+        None if d is None else (d.dtype, d.stride(), d.data_ptr() & 15),
+        None if init_state is None else (init_state.dtype, init_state.stride(), init_state.data_ptr() & 15),
+        addresses & 15,
+        x.device,
+        x.dtype is torch.float32 and torch.get_float32_matmul_precision() == "highest",
+        tuning.overridden(),
+    )
+    plan = _plans.get(key)
+    if plan is None:
+        if len(_plans) >= _MAX_PLANS:
+            _plans.clear()
+        plan = _plans[key] = _make_plan(*tensors)
+    return plan
+
+
+def _make_plan(
+    x: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    d: torch.Tensor | None,
+    dt: torch.Tensor,
+    init_state: torch.Tensor | None,
+) -> _Plan:
+    batch, tokens, heads, head_size = x.shape
+    groups, state_size = b.shape[2:]
+    state_dtype = torch.float32 if init_state is None else init_state.dtype
+    plan = _Plan(
+        tuple(x.shape), (batch, heads, head_size, state_size), state_dtype, empty=batch * tokens == 0
+    )
+    if plan.empty:
+        return plan
+
+    config, _ = tuning.lookup(tuning.problem_key(x, b))
+    tile, p_tiles = config.tile_tokens, math.ceil(head_size / TILE_P)
+    tiles_per_segment, segments = config.segments(tokens, heads * p_tiles)
+    tiles = math.ceil(tokens / tile)
+    plan.rows_shape = (4, batch, heads, pad_count(tiles), tile)
+    plan.segment_states_shape = (batch, heads, pad_count(segments), head_size, state_size)
+    elements = max(math.prod(plan.rows_shape), math.prod(plan.segment_states_shape), x.numel())
+    wide = needs_wide((x, b, c, dt, init_state)) or elements >= INT32_REACH
+    precision = precision_of(x.dtype)
+    dims = (batch, heads, head_size, state_size)
+    segment_tokens, heads_per_group = tiles_per_segment * tile, heads // groups
+
+    plan.rows = rows_step(batch, heads, tiles, config, wide)
+    # The last segment's own state is nobody's entry state; compute_out writes the final one.
+    options = (precision, False, init_state is not None, False)
+    if segments > 1:
+        sizes = (segment_tokens, segments - 1, heads_per_group)
+        plan.segment_states, plan.pass_states = state_steps(dims, sizes, options, config, wide)
+    elif init_state is not None and init_state.dtype is not torch.float32:
+        # Only to read it as float32: another dtype would be another compilation of compute_out.
+        _, plan.pass_states = state_steps(dims, (segment_tokens, 0, heads_per_group), options, config, wide)
+    has_entry = segments > 1 or init_state is not None
+    plan.compute_out = out_step(
+        dims,
+        (segment_tokens, segments, heads_per_group, int(has_entry)),
+        precision,
+        (False, d is not None, True),
+        config,
+        wide,
+    )
+    return plan
+
+
+def pad_count(count: int) -> int:
+    """`count` or a little more: a multiple of 4 and never of 16.
+
+    Compiled code depends on whether a dimension divides by 16 and a stride by 16 bytes. Scratch dimensions
+    that follow from T must not change that, or a new T would compile again.
+    """
+    padded = math.ceil(count / 4) * 4
+    return padded if padded % 16 else padded + 4
+
+
+def tile_of(state_size: int) -> int:
+    """The tile that holds all of N: the next power of two."""
+    return max(MIN_TILE_N, 1 << (state_size - 1).bit_length())
+
+
+def precision_of(dtype: torch.dtype) -> int:
+    """How operands that are computed in float32 enter products, for inputs of `dtype`."""
+    if dtype is torch.bfloat16:
+        return BF16
+    highest = dtype is torch.float32 and torch.get_float32_matmul_precision() == "highest"
+    return TF32X3 if highest else TF32
+
+
+def rows_step(batch: int, heads: int, tiles: int, config: tuning.ForwardConfig, wide: bool) -> _Step:
+    """`chunk_rows` for all tiles of L tokens."""
+    kernel = hinted(_cumsum.chunk_rows, wide, (("occupancy", config.rows_occupancy),))
+    grid = (batch * tiles * math.ceil(heads / config.rows_heads),)
+    return _Step(kernel, grid, (tiles, config.tile_tokens, config.rows_heads))
+
+
+def state_steps(
+    dims: tuple[int, int, int, int],
+    sizes: tuple[int, int, int],
+    options: tuple[int, bool, bool, bool],
+    config: tuning.ForwardConfig,
+    wide: bool,
+) -> tuple[_Step, _Step]:
+    """`segment_states` and `pass_states`.
+
+    dims: (B, H, P, N); sizes: (tokens a segment, segments, heads a group); options: (precision, segments cut
+    anywhere, there is an initial state, the last state is the final one).
+    """
+    batch, heads, head_size, state_size = dims
+    precision, sliced, has_init, to_final = options
+    _, segments, _ = sizes
+    tile_n = min(tile_of(state_size), config.state_tile_n)
+    n_tiles = math.ceil(state_size / tile_n)
+    hints = (("occupancy", config.state_occupancy), ("num_worker_warps", config.state_warps))
+    segment_states = _Step(
+        hinted(_states.segment_states, wide, hints),
+        (batch * segments * math.ceil(head_size / TILE_P) * heads, n_tiles),
+        (sizes, config.tile_tokens, TILE_P, tile_n, precision, sliced, config.state_latency),
+    )
+    pass_states = _Step(
+        hinted(_states.pass_states, wide, (("occupancy", config.pass_occupancy),)),
+        (batch * math.ceil(head_size / config.pass_tile_p) * heads, n_tiles),
+        (segments, config.pass_tile_p, tile_n, (has_init, to_final), config.pass_latency),
+    )
+    return segment_states, pass_states
+
+
+def out_step(
+    dims: tuple[int, int, int, int],
+    sizes: tuple[int, int, int, int],
+    precision: int,
+    flags: tuple[bool, bool, bool],
+    config: tuning.ForwardConfig,
+    wide: bool,
+) -> _Step:
+    """`compute_out`; dims as in `state_steps`, sizes and flags as in the kernel."""
+    batch, heads, head_size, state_size = dims
+    segments = sizes[1]
+    hints = (("occupancy", config.out_occupancy), ("num_worker_warps", config.out_warps))
+    return _Step(
+        hinted(_out.compute_out, wide, hints),
+        (batch * segments * math.ceil(head_size / TILE_P) * heads,),
+        (
+            sizes,
+            config.tile_tokens,
+            TILE_P,
+            tile_of(state_size),
+            precision,
+            flags,
+            config.out_latency,
+            config.out_store_latency,
+        ),
+    )
+
+
+def _last_contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _without_tokens(final: torch.Tensor, init_state: torch.Tensor | None) -> None:
+    if init_state is None:
+        final.zero_()
+    else:
+        final.copy_(init_state)
+
+
+# ---- the published kernels on their own
+
+
+def chunk_cumsum(a: torch.Tensor, dt: torch.Tensor, *, chunk_size: int) -> torch.Tensor:
+    """The decay of every token since the start of its chunk, in log2: the sum of a·dt·log2(e), inclusive.
+
+    a (H,), natural-log rate, ≤ 0; dt (B, T, H), ≥ 0; float32, bfloat16 or float16. The sum starts anew every
+    `chunk_size` tokens. Returns decay_log2 (B, H, T), float32, never rising within a chunk.
+    """
+    batch, tokens, heads = dt.shape
+    decay_log2 = torch.empty((batch, heads, tokens), dtype=torch.float32, device=dt.device)
+    if decay_log2.numel() == 0:
+        return decay_log2
+    config = tuning.ForwardConfig()
+    chunks = math.ceil(tokens / chunk_size)
+    kernel = hinted(_cumsum.chunk_cumsum, needs_wide((dt, decay_log2)))
+    step = _Step(
+        kernel,
+        (batch * chunks * math.ceil(heads / config.rows_heads),),
+        (chunks, chunk_size, config.tile_tokens, config.rows_heads),
+    )
+    _run_alone([step.launch((a, dt, decay_log2), {"decay_log2": decay_log2})], dt.device)
+    return decay_log2
+
+
+def fwd_pass_state(
+    x: torch.Tensor,
+    b: torch.Tensor,
+    dt: torch.Tensor,
+    decay_log2: torch.Tensor,
+    init_state: torch.Tensor | None,
+    *,
+    chunk_size: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The state at the entry of every chunk, and after the last token.
+
+    x (B, T, H, P), b (B, T, G, N) of one dtype; dt (B, T, H); decay_log2 (B, H, T) as from `chunk_cumsum`
+    with this chunk_size; init_state (B, H, P, N) or None (zeros). Returns entry_states
+    (B, H, ceil(T / chunk_size), P, N) in float32 and final_state (B, H, P, N) in init_state's dtype, else
+    float32.
+    """
+    x, b = _last_contiguous(x), _last_contiguous(b)
+    batch, tokens, heads, head_size = x.shape
+    groups, state_size = b.shape[2:]
+    chunks = math.ceil(tokens / chunk_size)
+    states = torch.empty((batch, heads, chunks, head_size, state_size), dtype=torch.float32, device=x.device)
+    final_dtype = torch.float32 if init_state is None else init_state.dtype
+    final = torch.empty((batch, heads, head_size, state_size), dtype=final_dtype, device=x.device)
+    if states.numel() == 0:
+        _without_tokens(final, init_state)
+        return states, final
+    config, _ = tuning.lookup(tuning.problem_key(x, b))
+    rows, make_rows = _rows_of(decay_log2, dt, chunk_size, config)
+    decay = torch.empty(states.shape[:3], dtype=torch.float32, device=x.device)
+    segment_states, pass_states = state_steps(
+        (batch, heads, head_size, state_size),
+        (chunk_size, chunks, heads // groups),
+        (precision_of(x.dtype), chunk_size % config.tile_tokens != 0, init_state is not None, True),
+        config,
+        needs_wide((x, b, rows, states)),
+    )
+    final_view = final.unsqueeze(2)
+    init_view = final_view if init_state is None else init_state.unsqueeze(2)
+    launches = [
+        make_rows,
+        segment_states.launch((x, b, rows, states, decay), {"local_states": states}),
+        pass_states.launch((states, decay, init_view, final_view), {"final_state": final}),
+    ]
+    _run_alone(launches, x.device)
+    return states, final
+
+
+def compute_out(
+    x: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    d: torch.Tensor | None,
+    dt: torch.Tensor,
+    decay_log2: torch.Tensor,
+    entry_states: torch.Tensor,
+    *,
+    chunk_size: int,
+) -> torch.Tensor:
+    """The outputs (B, T, H, P) in x's dtype, from the state at the entry of every chunk.
+
+    x (B, T, H, P), b and c (B, T, G, N) of one dtype; d (H,) or None; dt (B, T, H); decay_log2 (B, H, T) as
+    from `chunk_cumsum` and entry_states (B, H, ceil(T / chunk_size), P, N) as from `fwd_pass_state`, with
+    this chunk_size.
+    """
+    x, b, c = _last_contiguous(x), _last_contiguous(b), _last_contiguous(c)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if out.numel() == 0:
+        return out
+    batch, _, heads, head_size = x.shape
+    groups, state_size = b.shape[2:]
+    config, _ = tuning.lookup(tuning.problem_key(x, b))
+    rows, make_rows = _rows_of(decay_log2, dt, chunk_size, config)
+    step = out_step(
+        (batch, heads, head_size, state_size),
+        (chunk_size, entry_states.shape[2], heads // groups, 1),
+        precision_of(x.dtype),
+        (chunk_size % config.tile_tokens != 0, d is not None, False),
+        config,
+        needs_wide((x, b, c, rows, entry_states)),
+    )
+    skip = rows if d is None else d
+    arrays = (x, b, c, rows, skip, entry_states, out, entry_states)
+    _run_alone([make_rows, step.launch(arrays, {"out": out})], x.device)
+    return out
+
+
+def _rows_of(
+    decay_log2: torch.Tensor, dt: torch.Tensor, chunk_size: int, config: tuning.ForwardConfig
+) -> tuple[torch.Tensor, Launch]:
+    batch, tokens, heads = dt.shape
+    tile = config.tile_tokens
+    tiles = math.ceil(tokens / chunk_size) * math.ceil(chunk_size / tile)
+    rows = torch.empty((4, batch, heads, tiles, tile), dtype=torch.float32, device=dt.device)
+    step = _Step(
+        hinted(_cumsum.rows_of_decay, needs_wide((dt, decay_log2, rows))),
+        (batch * tiles * math.ceil(heads / config.rows_heads),),
+        (tiles, chunk_size, tile, config.rows_heads),
+    )
+    return rows, step.launch((decay_log2, dt, rows))
+
+
+def _run_alone(launches: Sequence[Launch], device: torch.device) -> None:
+    _Plan((), (), torch.float32, empty=False).run(launches, device)
+
+
+def warmup(spec: Any, device: torch.device | str | None = None) -> None:
+    """Compiles what `mamba2_chunk_forward` needs for a spec at any number of tokens, so that no later call
+    waits.
+
+    spec: a Mamba2ProblemSpec or the name of one. Over T there are two forms of each kernel, T a multiple of
+    16 or not: both are compiled, on `device` (default: the current GPU), by running the spec's sizes on
+    zeros. a, d and dt are taken to be float32.
+    """
+    from tilegym_mamba2.spec import SPECS
+
+    if isinstance(spec, str):
+        spec = SPECS[spec]
+    device = torch.device("cuda" if device is None else device)
+    dtype, batch = spec.dtype, spec.batch_size
+    heads, head_size, groups, state_size = spec.num_heads, spec.head_size, spec.num_groups, spec.state_size
+    aligned = max(16, spec.num_tokens // 16 * 16)
+    for tokens in (aligned, aligned + 1):
+        zeros = functools.partial(torch.zeros, device=device)
+        rate, init_state = zeros(heads), zeros(batch, heads, head_size, state_size, dtype=spec.state_dtype)
+        group = (batch, tokens, groups, state_size)
+        mamba2_chunk_forward(
+            zeros(batch, tokens, heads, head_size, dtype=dtype),
+            rate,
+            zeros(group, dtype=dtype),
+            zeros(group, dtype=dtype),
+            rate,
+            zeros(batch, tokens, heads),
+            init_state,
+        )

@@ -1,0 +1,116 @@
+"""The outputs: y_t = h_t c_t + d·x_t, tile by tile of L tokens.
+
+    Yᵀ = exp2(g) ∘ (H Cᵀ) + Xᵀ ([i ≥ j] exp2(g_i − g_j) dt_j ∘ (B Cᵀ)) + d·Xᵀ
+    H' = exp2(g_last) H + ((exp2(g_last − g)·dt) ∘ X)ᵀ B
+
+One block walks one segment of one head with the state (P, N) in registers; the L×L form never reaches memory.
+Everything is transposed, outputs (P, L) and weights (j, i), because then the two computed operands, the state
+and the weighted x, are first operands and stay in registers: 110 µs against 117 for outputs as (L, P) in
+prototypes of the published benchmark on an H200.
+"""
+
+import cuda.tile as ct
+
+from .decay import causal_weights_t
+from .products import product, product_of_loaded
+from .tiles import (
+    ROW_DT,
+    ROW_EXP_G,
+    ROW_G,
+    ROW_STATE_WEIGHT,
+    ConstInt,
+    ConstTuple,
+    decode_block,
+    last_of_row,
+    load_rows,
+    load_scalar,
+    load_state,
+    load_tokens,
+    row,
+    segment_window,
+    store_state,
+    store_tokens,
+)
+
+
+def advance(state, tiles, d_skip, tokens, precision):
+    """One tile of L tokens: (state after it, outputs (P, L)); `tiles` are x (L, P), b, c (L, N), rows (4,
+    L)."""
+    x, b, c, rows = tiles
+    g = row(rows, ROW_G)
+    c_t = c.transpose()
+    y = ct.zeros((x.shape[1], x.shape[0]), ct.float32)
+    scores_t = ct.zeros((x.shape[0], x.shape[0]), ct.float32)
+
+    y = product(state, c_t, y, precision) * row(rows, ROW_EXP_G)[None, :]
+    scores_t = product_of_loaded(b, c_t, scores_t, precision)
+    weights_t = causal_weights_t(g, row(rows, ROW_DT), tokens) * scores_t
+    y = product(x.transpose(), weights_t, y, precision)
+    # x in float32 serves the skip term and the state: unpacked once, 64 instructions a thread less.
+    x_t = x.transpose().astype(ct.float32)
+    y = y + d_skip * x_t
+    weighted_x = x_t * row(rows, ROW_STATE_WEIGHT)[None, :]
+    return product(weighted_x, b, state * last_of_row(rows, ROW_EXP_G), precision), y
+
+
+@ct.kernel
+def compute_out(
+    x,
+    b,
+    c,
+    rows,
+    d_skip,
+    entry_states,
+    out,
+    final_state,
+    sizes: tuple,
+    L: ConstInt,
+    TILE_P: ConstInt,
+    TILE_N: ConstInt,
+    PRECISION: ConstInt,
+    FLAGS: ConstTuple,
+    LATENCY: ConstInt,
+    STORE_LATENCY: ConstInt,
+):
+    """Outputs of one segment of one head, TILE_P of its channels.
+
+    Grid: (B · segments · ceil(P / TILE_P) · H,). sizes: (tokens a segment, segments, heads a group,
+    whether entry_states is read or all zero). FLAGS: (SLICED, HAS_D, WRITE_FINAL). x (B, T, H, P), b, c (B,
+    T, G, N), rows (4, B, H, tiles, L), d_skip (H,), entry_states (B, H, ≥ segments, P, N); writes out (B, T,
+    H, P) and, in the last segment, final_state (B, H, 1, P, N).
+    """
+    SLICED, HAS_D, WRITE_FINAL = FLAGS
+    segment_tokens, num_segments, heads_per_group, has_entry = sizes
+    num_p_tiles = ct.num_tiles(x, axis=3, shape=(1, 1, 1, TILE_P))
+    batch, head, p_tile, segment = decode_block(x.shape[2], num_p_tiles, num_segments)
+    group = head // heads_per_group
+    num_tokens = x.shape[1]
+    first = segment * ct.cdiv(segment_tokens, L)
+    count = ct.cdiv(ct.minimum(segment_tokens, num_tokens - segment * segment_tokens), L)
+    offset = first
+    if SLICED:
+        x = segment_window(x, segment, segment_tokens, num_tokens)
+        b = segment_window(b, segment, segment_tokens, num_tokens)
+        c = segment_window(c, segment, segment_tokens, num_tokens)
+        out = segment_window(out, segment, segment_tokens, num_tokens)
+        offset = 0
+
+    skip = 0.0
+    if HAS_D:
+        skip = load_scalar(d_skip, head)
+    state = ct.zeros((TILE_P, TILE_N), ct.float32)
+    # At run time, so that short sequences, which start from nothing, need no code of their own.
+    if has_entry != 0:
+        state = load_state(entry_states, (batch, head, segment, p_tile, 0), (TILE_P, TILE_N), 1)
+    tokens = ct.arange(L, dtype=ct.int32)
+    for k in range(count):
+        tile = offset + k
+        c_tile = load_tokens(c, (batch, tile, group, 0), (L, TILE_N), LATENCY)
+        rows_tile = load_rows(rows, (batch, head, first + k), L, LATENCY)
+        b_tile = load_tokens(b, (batch, tile, group, 0), (L, TILE_N), LATENCY)
+        x_tile = load_tokens(x, (batch, tile, head, p_tile), (L, TILE_P), LATENCY)
+        state, y = advance(state, (x_tile, b_tile, c_tile, rows_tile), skip, tokens, PRECISION)
+        store_tokens(out, (batch, tile, head, p_tile), y.transpose(), STORE_LATENCY)
+    if WRITE_FINAL:
+        if segment == num_segments - 1:
+            store_state(final_state, (batch, head, 0, p_tile, 0), state)

@@ -1,0 +1,33 @@
+"""The decay on tiles: pure functions. g is the inclusive sum of a·dt·log2(e) from the start of a tile of
+tokens.
+
+g never rises: a parallel sum is not monotone in float32, so a running minimum follows it. Then every
+difference that a factor needs is ≤ 0 and no factor exceeds 1.
+"""
+
+import cuda.tile as ct
+
+LOG2E = 1.4426950408889634
+# Far below any exponent that matters: exp2 gives 0, and no inf or NaN can come of it.
+_MASKED = -1.0e30
+
+
+def _smaller(x, y):
+    return ct.minimum(x, y)
+
+
+def cumulative_decay(rate_log2, axis):
+    """g = running sum of `rate_log2` (= a·dt·log2 e, ≤ 0) along `axis`, made monotone."""
+    return ct.scan(ct.cumsum(rate_log2, axis=axis), axis, _smaller, 0.0)
+
+
+def exp2(x):
+    """2**x, denormals flushed: without that each exponential costs three more instructions."""
+    return ct.exp2(x, flush_to_zero=True)
+
+
+def causal_weights_t(g, dt, tokens):
+    """(L, L), transposed: [j, i] = exp2(g_i − g_j) · dt_j for i ≥ j, else 0. Masked before the
+    exponential."""
+    causal = tokens[None, :] >= tokens[:, None]
+    return exp2(ct.where(causal, g[None, :] - g[:, None], _MASKED)) * dt[:, None]

@@ -1,0 +1,125 @@
+"""The states at segment borders: h_t = exp(a·dt_t) h_{t−1} + dt_t x_t b_tᵀ, from border to border.
+
+A segment is S tiles of L tokens. `segment_states` lets each segment start from zero, all at once;
+`pass_states` then walks the segments, turning local states into entry states. With one tile a segment this is
+the published kernel, with a state per chunk; with more, the states take 1/S of the bytes.
+
+    H' = exp2(g_last) H + ((exp2(g_last − g)·dt) ∘ X)ᵀ B        one tile of L tokens
+"""
+
+import cuda.tile as ct
+
+from .products import product
+from .tiles import (
+    ROW_EXP_G,
+    ROW_STATE_WEIGHT,
+    ConstBool,
+    ConstInt,
+    ConstTuple,
+    decode_block,
+    last_of_row,
+    load_rows,
+    load_state,
+    load_tokens,
+    row,
+    segment_window,
+    store_state,
+)
+
+
+@ct.kernel
+def segment_states(
+    x,
+    b,
+    rows,
+    local_states,
+    segment_decay,
+    sizes: tuple,
+    L: ConstInt,
+    TILE_P: ConstInt,
+    TILE_N: ConstInt,
+    PRECISION: ConstInt,
+    SLICED: ConstBool,
+    LATENCY: ConstInt,
+):
+    """One segment of one head from zero, a TILE_P × TILE_N part of the state in registers.
+
+    Grid: (B · segments · ceil(P / TILE_P) · H, ceil(N / TILE_N)); `segments` are the ones asked for, the
+    first of the sequence.
+    sizes: (tokens a segment, segments, heads a group). x (B, T, H, P), b (B, T, G, N),
+    rows (4, B, H, tiles, L); writes local_states (B, H, ≥ segments, P, N) and segment_decay
+    (B, H, ≥ segments), the factor by which a whole segment decays.
+
+    Walks its tiles backwards: then the sum needs no rescaling, as the decay of later tiles goes into the
+    L weights, and `compute_out`, which starts at a segment's front, finds the last-read tiles in the L2
+    cache.
+    """
+    segment_tokens, num_segments, heads_per_group = sizes
+    num_p_tiles = ct.num_tiles(x, axis=3, shape=(1, 1, 1, TILE_P))
+    batch, head, p_tile, segment = decode_block(x.shape[2], num_p_tiles, num_segments)
+    n_tile = ct.bid(1)
+    group = head // heads_per_group
+    num_tokens = x.shape[1]
+    tiles_per_segment = ct.cdiv(segment_tokens, L)
+    first = segment * tiles_per_segment
+    count = ct.cdiv(ct.minimum(segment_tokens, num_tokens - segment * segment_tokens), L)
+    offset = first
+    if SLICED:
+        x = segment_window(x, segment, segment_tokens, num_tokens)
+        b = segment_window(b, segment, segment_tokens, num_tokens)
+        offset = 0
+
+    state = ct.zeros((TILE_P, TILE_N), ct.float32)
+    later_decay = 1.0
+    for k in range(count):
+        tile = count - 1 - k
+        b_tile = load_tokens(b, (batch, offset + tile, group, n_tile), (L, TILE_N), LATENCY)
+        x_tile = load_tokens(x, (batch, offset + tile, head, p_tile), (L, TILE_P), LATENCY)
+        rows_tile = load_rows(rows, (batch, head, first + tile), L, LATENCY)
+        weight = row(rows_tile, ROW_STATE_WEIGHT) * later_decay
+        later_decay = later_decay * last_of_row(rows_tile, ROW_EXP_G)
+        weighted_x = x_tile.transpose().astype(ct.float32) * weight[None, :]
+        state = product(weighted_x, b_tile, state, PRECISION)
+    store_state(local_states, (batch, head, segment, p_tile, n_tile), state)
+    if p_tile + n_tile == 0:
+        ct.store(segment_decay, (batch, head, segment), later_decay)
+
+
+@ct.kernel
+def pass_states(
+    states,
+    segment_decay,
+    init_state,
+    final_state,
+    num_local: int,
+    TILE_P: ConstInt,
+    TILE_N: ConstInt,
+    FLAGS: ConstTuple,
+    LATENCY: ConstInt,
+):
+    """From each segment's own state to the state at its entry, in place; where ranks would exchange states.
+
+    Grid: (B · ceil(P / TILE_P) · H, ceil(N / TILE_N)). FLAGS: (HAS_INIT, TO_FINAL). states
+    (B, H, ≥ segments, P, N) float32 holds `num_local` local states and becomes entry states; segment_decay
+    (B, H, ≥ num_local); init_state (B, H, 1, P, N), read if HAS_INIT. The state after the last local one goes
+    to final_state (B, H, 1, P, N) if TO_FINAL, else it is one more entry state.
+    """
+    HAS_INIT, TO_FINAL = FLAGS
+    num_heads = states.shape[1]
+    num_p_tiles = ct.num_tiles(states, axis=3, shape=(1, 1, 1, TILE_P, TILE_N))
+    batch, head, p_tile, _ = decode_block(num_heads, num_p_tiles, 1)
+    n_tile = ct.bid(1)
+    shape = (TILE_P, TILE_N)
+    state = ct.zeros(shape, ct.float32)
+    if HAS_INIT:
+        state = load_state(init_state, (batch, head, 0, p_tile, n_tile), shape, LATENCY)
+    for segment in range(num_local):
+        index = (batch, head, segment, p_tile, n_tile)
+        local = load_state(states, index, shape, LATENCY)
+        decay = ct.load(segment_decay, index[:3], (1, 1, 1)).item()
+        store_state(states, index, state)
+        state = state * decay + local
+    if TO_FINAL:
+        store_state(final_state, (batch, head, 0, p_tile, n_tile), state)
+    else:
+        store_state(states, (batch, head, num_local, p_tile, n_tile), state)

@@ -1,0 +1,109 @@
+"""Launching a kernel: on the current CUDA stream, or block by block through the tile interpreter.
+
+Also what a launch needs to know beforehand: which form of a kernel (hints, 64-bit indices), and whether it is
+compiled, since nothing may compile while a CUDA graph is captured.
+"""
+
+import functools
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import cuda.tile as ct
+import torch
+from cuda.tile.compilation import CallingConvention, KernelSignature
+
+from .availability import interpreter_active
+
+# Past this many elements from its first, an element cannot be reached with 32-bit indices.
+INT32_REACH = 2**31
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch, ready to go: the kernel's hinted form, its grid and its arguments."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    outputs: Mapping[str, torch.Tensor]
+
+
+@functools.cache
+def hinted(kernel: Any, wide: bool = False, hints: tuple[tuple[str, int], ...] = ()) -> Any:
+    """The kernel with compiler hints; `wide`: with 64-bit shapes, strides and indices of its arrays.
+
+    Kept, because each hinted form is an object with a compilation cache of its own.
+    """
+    if wide:
+        kernel = ct.kernel(_with_wide_arrays(kernel._pyfunc))
+    return kernel.replace_hints(**dict(hints)) if hints else kernel
+
+
+def _with_wide_arrays(function: types.FunctionType) -> types.FunctionType:
+    copy = types.FunctionType(
+        function.__code__,
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__doc__, copy.__module__, copy.__qualname__ = (
+        function.__doc__,
+        function.__module__,
+        function.__qualname__,
+    )
+    # Parameters without an annotation are the arrays.
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    arrays = {name: ct.IndexedWithInt64 for name in names if name not in function.__annotations__}
+    copy.__annotations__ = function.__annotations__ | arrays
+    return copy
+
+
+def reach(tensor: torch.Tensor) -> int:
+    """How many elements lie between the tensor's first and last, in memory."""
+    return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+
+
+def needs_wide(tensors: Sequence[torch.Tensor | None]) -> bool:
+    """Whether some tensor reaches past what 32-bit indices reach."""
+    return any(t is not None and reach(t) >= INT32_REACH for t in tensors)
+
+
+def run(launches: Sequence[Launch], device: torch.device) -> None:
+    """Enqueues the launches in order on the device's current stream (or interprets them, on CPU tensors)."""
+    if device.type == "cpu" and interpreter_active():
+        from tilegym_mamba2 import interpreter
+
+        for item in launches:
+            interpreter.launch(item.grid, item.kernel, item.args, outputs=item.outputs)
+        return
+    stream = torch.cuda.current_stream(device)
+    # TileGym replaces `ct.launch`: call it through the module.
+    for item in launches:
+        ct.launch(stream, item.grid, item.kernel, item.args)
+
+
+_compiled: set[tuple[int, str]] = set()
+
+
+def require_compiled(launches: Sequence[Launch], op_name: str) -> None:
+    """Before the first run of these launches: raises inside CUDA graph capture if one would have to compile.
+
+    A first compilation inside a capture would load a module and wait for the device, which breaks the
+    capture.
+    """
+    signatures = {(id(item.kernel), _symbol(item)) for item in launches}
+    if torch.cuda.is_current_stream_capturing() and not signatures <= _compiled:
+        raise RuntimeError(
+            f"{op_name}: warm up first: a kernel for these shapes, dtypes and strides is not compiled yet, "
+            "and nothing may compile inside CUDA graph capture. Call the op once with such tensors before "
+            "the capture, or tilegym_mamba2.warmup(spec)"
+        )
+    _compiled.update(signatures)
+
+
+def _symbol(item: Launch) -> str:
+    signature = KernelSignature.from_kernel_args(item.kernel, item.args, CallingConvention.cutile_python_v2())
+    return signature.symbol
