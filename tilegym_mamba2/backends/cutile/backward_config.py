@@ -1,0 +1,90 @@
+"""Configurations of the backward pipeline: what fixes its rounding, and compiler hints.
+
+As in the forward's, the batch size is not asked for anything that changes a result.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Optional
+
+import torch
+
+from .forward import tile_of
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """One configuration of the backward's kernels.
+
+    The result depends on `tile_tokens`, `segment_blocks`, `min_segment_tiles`, `part_blocks` and
+    `group_tile_n_max`; the rest only moves time.
+    """
+
+    tile_tokens: int = 64
+    # Into how many blocks a batch row is cut, H and P included, as far as T allows.
+    segment_blocks: int = 64
+    min_segment_tiles: int = 4
+    # Heads of a group go to several blocks until a batch row has this many blocks.
+    part_blocks: int = 132
+    rows_heads: int = 8
+    state_tile_n: int = 128
+    state_occupancy: int = 2
+    state_warps: int = 4
+    state_latency: int = 3
+    pass_tile_p: int = 4
+    pass_occupancy: int = 4
+    pass_latency: int = 5
+    token_tile_n_max: int = 128
+    token_occupancy: int = 2
+    token_warps: int = 4
+    token_latency: int = 3
+    group_tile_n_max: int = 128
+    group_occupancy: int = 2
+    group_warps: int = 4
+    group_latency: int = 3
+    sum_tile: int = 256
+
+    _override: ClassVar[Optional["BackwardConfig"]] = None
+
+    def token_tile_n(self, state_size: int) -> int:
+        """Columns of N that `compute_dx` takes at once."""
+        return min(tile_of(state_size), self.token_tile_n_max)
+
+    def group_tile_n(self, state_size: int) -> int:
+        """Columns of N that a block of `compute_dbc` takes."""
+        return min(tile_of(state_size), self.group_tile_n_max)
+
+    def parts(self, blocks: int, heads_per_group: int) -> int:
+        """In how many parts a group's heads are cut, when a part each would make `blocks` blocks."""
+        return max(1, min(heads_per_group, self.part_blocks // blocks))
+
+    @staticmethod
+    def overridden() -> Optional["BackwardConfig"]:
+        return BackwardConfig._override
+
+    @staticmethod
+    @contextlib.contextmanager
+    def override(config: "BackwardConfig") -> Iterator[None]:
+        """Within it every backward uses `config`, in all threads: for tests and sweeps."""
+        before, BackwardConfig._override = BackwardConfig._override, config
+        try:
+            yield
+        finally:
+            BackwardConfig._override = before
+
+
+def config_for(x: torch.Tensor, b: torch.Tensor) -> BackwardConfig:
+    """The configuration for x (B, T, H, P) and b (B, T, G, N)."""
+    if BackwardConfig._override is not None:
+        return BackwardConfig._override
+    config = BackwardConfig()
+    if x.shape[2] >= 16:
+        config = dataclasses.replace(config, segment_blocks=264, part_blocks=264)
+    if x.dtype is not torch.bfloat16:
+        # tf32 operands take twice the shared memory, and pass through it to be transposed.
+        config = dataclasses.replace(
+            config, token_occupancy=1, group_occupancy=1, token_tile_n_max=64, group_tile_n_max=64
+        )
+    return config

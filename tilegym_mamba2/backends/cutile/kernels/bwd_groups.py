@@ -1,0 +1,114 @@
+"""The gradients of b and c, tile by tile of L tokens, summed over the heads of a group.
+
+    dS = [i ≥ j] Σ_heads (dY uᵀ) ∘ exp2(g_i − g_j)                 the gradient of C Bᵀ, u = dt∘x
+    dC = dS B  + Σ_heads (exp2(g) ∘ dY) H
+    dB = dSᵀ C + Σ_heads (exp2(g_last − g) ∘ u) dH'
+
+One block takes the heads one after the other, in a fixed order, so the sums are the same bits in every run. A
+group of many heads is cut in parts, where there would be too few blocks otherwise; `sum_parts` adds them up.
+"""
+
+import cuda.tile as ct
+
+from .bwd_tiles import decode_heads, load_saved_state
+from .decay import causal_weights_t
+from .products import product, product_of_loaded
+from .tiles import (
+    ROW_DT,
+    ROW_EXP_G,
+    ROW_G,
+    ROW_STATE_WEIGHT,
+    ConstInt,
+    load_rows,
+    load_tokens,
+    row,
+    store_tokens,
+)
+
+
+@ct.kernel
+def compute_dbc(
+    x,
+    b,
+    c,
+    rows,
+    dout,
+    entry_states,
+    dexit_states,
+    db,
+    dc,
+    sizes: tuple,
+    L: ConstInt,
+    TILE_P: ConstInt,
+    TILE_N: ConstInt,
+    P_TILES: ConstInt,
+    PRECISION: ConstInt,
+    LATENCY: ConstInt,
+):
+    """Some heads of one group at one tile of tokens, TILE_N of the N columns.
+
+    Grid: (B · tiles · G · parts, ceil(N / TILE_N)). sizes: (tiles, heads a group, heads a block).
+    x, dout (B, T, H, P), b, c (B, T, G, N), rows (4, B, H, ≥ tiles, L), entry_states and dexit_states
+    (B, H, ≥ tiles, P, N); writes db, dc (B, T, G · parts, N).
+    """
+    num_tiles, heads_per_group, heads_per_block = sizes
+    batch, group, part, tile, first, count = decode_heads(
+        b.shape[2], heads_per_group, heads_per_block, num_tiles
+    )
+    n_tile = ct.bid(1)
+    tokens = ct.arange(L, dtype=ct.int32)
+    db_tile = ct.zeros((L, TILE_N), ct.float32)
+    dc_tile = ct.zeros((L, TILE_N), ct.float32)
+    dscores_t = ct.zeros((L, L), ct.float32)
+    for k in range(count):
+        head = first + k
+        rows_tile = load_rows(rows, (batch, head, tile), L, LATENCY)
+        weight = row(rows_tile, ROW_STATE_WEIGHT)[:, None]
+        since_entry = row(rows_tile, ROW_EXP_G)[:, None]
+        dweights_t = ct.zeros((L, L), ct.float32)
+        for p_tile in range(P_TILES):
+            x_tile = load_tokens(x, (batch, tile, head, p_tile), (L, TILE_P), LATENCY)
+            dy_tile = load_tokens(dout, (batch, tile, head, p_tile), (L, TILE_P), LATENCY)
+            index = (batch, head, tile, p_tile, n_tile)
+            entry = load_saved_state(entry_states, index, (TILE_P, TILE_N), LATENCY)
+            dexit = load_saved_state(dexit_states, index, (TILE_P, TILE_N), LATENCY)
+            dweights_t = product_of_loaded(x_tile, dy_tile.transpose(), dweights_t, PRECISION)
+            dc_tile = product(dy_tile.astype(ct.float32) * since_entry, entry, dc_tile, PRECISION)
+            db_tile = product(x_tile.astype(ct.float32) * weight, dexit, db_tile, PRECISION)
+        g, dt = row(rows_tile, ROW_G), row(rows_tile, ROW_DT)
+        dscores_t = dscores_t + dweights_t * causal_weights_t(g, dt, tokens)
+    b_tile = load_tokens(b, (batch, tile, group, n_tile), (L, TILE_N), LATENCY)
+    c_tile = load_tokens(c, (batch, tile, group, n_tile), (L, TILE_N), LATENCY)
+    column = group * ct.cdiv(heads_per_group, heads_per_block) + part
+    db_tile = product(dscores_t, c_tile, db_tile, PRECISION)
+    dc_tile = product(dscores_t.transpose(), b_tile, dc_tile, PRECISION)
+    store_tokens(db, (batch, tile, column, n_tile), db_tile, LATENCY)
+    store_tokens(dc, (batch, tile, column, n_tile), dc_tile, LATENCY)
+
+
+@ct.kernel
+def sum_parts(
+    db_parts, dc_parts, db, dc, num_tiles: int, parts: int, L: ConstInt, TILE_N: ConstInt, LATENCY: ConstInt
+):
+    """db and dc from the sums over parts of a group's heads.
+
+    Grid: (B · tiles · G, ceil(N / TILE_N), 2): db, then dc. db_parts, dc_parts (B, T, G · parts, N) float32;
+    writes db, dc (B, T, G, N).
+    """
+    block = ct.bid(0)
+    group = block % db.shape[2]
+    block = block // db.shape[2]
+    batch, tile, n_tile = block // num_tiles, block % num_tiles, ct.bid(1)
+    total = ct.zeros((L, TILE_N), ct.float32)
+    if ct.bid(2) == 0:
+        for part in range(parts):
+            total = total + load_tokens(
+                db_parts, (batch, tile, group * parts + part, n_tile), (L, TILE_N), LATENCY
+            )
+        store_tokens(db, (batch, tile, group, n_tile), total, LATENCY)
+    else:
+        for part in range(parts):
+            total = total + load_tokens(
+                dc_parts, (batch, tile, group * parts + part, n_tile), (L, TILE_N), LATENCY
+            )
+        store_tokens(dc, (batch, tile, group, n_tile), total, LATENCY)

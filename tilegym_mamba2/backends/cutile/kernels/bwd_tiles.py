@@ -1,0 +1,36 @@
+"""What only the backward's kernels share: saved states, rows of sums per token, a block's heads."""
+
+import cuda.tile as ct
+
+from .decay import causal_weights_t
+
+_ZERO = ct.PaddingMode.ZERO
+
+
+def decay_t(g, tokens):
+    """(L, L), transposed: [j, i] = exp2(g_i − g_j) for i ≥ j, else 0."""
+    return causal_weights_t(g, ct.full(g.shape, 1.0, ct.float32), tokens)
+
+
+def load_saved_state(array, index, shape, latency):
+    """Tile of a (B, H, tiles, P, N) array in the array's dtype; `index` is (batch, head, tile, p_tile, n_tile)."""
+    return ct.load(array, index, (1, 1, 1, *shape), padding_mode=_ZERO, latency=latency).reshape(shape)
+
+
+def store_row(rows, which, index, values):
+    """Stores L values as one row of a (rows, B, H, tiles, L) array; `index` is (batch, head, tile)."""
+    batch, head, tile = index
+    ct.store(rows, (which, batch, head, tile, 0), values.reshape((1, 1, 1, 1, values.shape[0])))
+
+
+def decode_heads(num_groups, heads_per_group, heads_per_block, num_tiles):
+    """(batch, group, part, tile, first head, heads) of a block that takes some heads of one group at one tile."""
+    block = ct.bid(0)
+    parts = ct.cdiv(heads_per_group, heads_per_block)
+    part = block % parts
+    block = block // parts
+    group = block % num_groups
+    block = block // num_groups
+    offset = part * heads_per_block
+    count = ct.minimum(heads_per_block, heads_per_group - offset)
+    return block // num_tiles, group, part, block % num_tiles, group * heads_per_group + offset, count

@@ -1,0 +1,146 @@
+"""The gradients of x and dt, tile by tile of L tokens, and what the decay's gradient is made of.
+
+With u = dt∘x, W = [i ≥ j] exp2(g_i − g_j) (C Bᵀ), the state H at the tile's entry and the gradient dH' of the one
+at its exit:
+
+    v  = exp2(g_last − g) ∘ (B dH'ᵀ)
+    du = Wᵀ dY + v                    dx = dt ∘ du + d ∘ dY        the direct part of ddt: Σ_p x∘du
+    M  = [i > j] W ∘ (dY uᵀ)          by how much a pair of tokens feels the decay between them
+
+A decay a·dt_k lies between token i ≥ k and what came before k, so its gradient is
+
+    r_k = Σ_{i≥k>j} M_ij + Σ_{i≥k} inter_i + Σ_{j<k} carried_j + exp2(g_last) ⟨H, dH'⟩
+    inter = Σ_p dY ∘ exp2(g) ∘ (C Hᵀ),   carried = Σ_p u ∘ v
+
+and this kernel writes, per token, the row and the column sums of M, inter and carried; `bwd_decay` adds them up.
+L×L forms are transposed, (j, i), so that Wᵀ is computed where the product with dY takes its first operand.
+"""
+
+import cuda.tile as ct
+
+from .bwd_tiles import decay_t, decode_heads, load_saved_state, store_row
+from .decay import exp2
+from .products import product, product_of_loaded
+from .tiles import (
+    ROW_DT,
+    ROW_EXP_G,
+    ROW_G,
+    ConstBool,
+    ConstInt,
+    ConstTuple,
+    last_of_row,
+    load_rows,
+    load_scalar,
+    load_tokens,
+    row,
+    store_tokens,
+)
+
+# Rows of the `drows` array, per token of a tile.
+DROW_LATER, DROW_EARLIER, DROW_CARRIED, DROW_DIRECT, DROW_SKIP = 0, 1, 2, 3, 4
+NUM_DROWS = 5
+
+
+@ct.kernel
+def compute_dx(
+    x,
+    b,
+    c,
+    rows,
+    d_skip,
+    dout,
+    entry_states,
+    dexit_states,
+    dx,
+    drows,
+    overlap,
+    sizes: tuple,
+    L: ConstInt,
+    TILE_P: ConstInt,
+    TILE_N: ConstInt,
+    TILES: ConstTuple,
+    PRECISION: ConstInt,
+    HAS_D: ConstBool,
+    LATENCY: ConstInt,
+):
+    """Some heads of one group at one tile of tokens.
+
+    Grid: (B · tiles · G · ceil(R / heads a block),). sizes: (tiles, heads a group, heads a block).
+    TILES: (ceil(P / TILE_P), ceil(N / TILE_N)). x, dout (B, T, H, P), b, c (B, T, G, N), rows
+    (4, B, H, ≥ tiles, L), d_skip (H,), entry_states and dexit_states (B, H, ≥ tiles, P, N); writes dx
+    (B, T, H, P), drows (5, B, H, ≥ tiles, L), the row of the skip term only if HAS_D, and overlap
+    (B, H, ≥ tiles, TILE_P), whose sum is exp2(g_last) ⟨H, dH'⟩.
+    """
+    P_TILES, N_TILES = TILES
+    num_tiles, heads_per_group, heads_per_block = sizes
+    batch, group, _, tile, first, count = decode_heads(
+        b.shape[2], heads_per_group, heads_per_block, num_tiles
+    )
+    tokens = ct.arange(L, dtype=ct.int32)
+    diagonal = tokens[None, :] == tokens[:, None]
+
+    b_tile = load_tokens(b, (batch, tile, group, 0), (L, TILE_N), LATENCY)
+    c_tile = load_tokens(c, (batch, tile, group, 0), (L, TILE_N), LATENCY)
+    scores_t = product_of_loaded(b_tile, c_tile.transpose(), ct.zeros((L, L), ct.float32), PRECISION)
+    if N_TILES > 1:
+        for n_tile in range(1, N_TILES):
+            b_more = load_tokens(b, (batch, tile, group, n_tile), (L, TILE_N), LATENCY)
+            c_more = load_tokens(c, (batch, tile, group, n_tile), (L, TILE_N), LATENCY)
+            scores_t = product_of_loaded(b_more, c_more.transpose(), scores_t, PRECISION)
+
+    for k in range(count):
+        head = first + k
+        rows_tile = load_rows(rows, (batch, head, tile), L, LATENCY)
+        g, dt = row(rows_tile, ROW_G), row(rows_tile, ROW_DT)[:, None]
+        across = last_of_row(rows_tile, ROW_EXP_G)
+        until_exit = exp2(last_of_row(rows_tile, ROW_G) - g)[:, None]
+        weights_t = decay_t(g, tokens) * scores_t
+        skip = 0.0
+        if HAS_D:
+            skip = load_scalar(d_skip, head)
+
+        dweights_t = ct.zeros((L, L), ct.float32)
+        inter = ct.zeros((L, 1), ct.float32)
+        carried = ct.zeros((L, 1), ct.float32)
+        direct = ct.zeros((L, 1), ct.float32)
+        state_overlap = ct.zeros((TILE_P, 1), ct.float32)
+        for p_tile in range(P_TILES):
+            x_tile = load_tokens(x, (batch, tile, head, p_tile), (L, TILE_P), LATENCY)
+            dy_tile = load_tokens(dout, (batch, tile, head, p_tile), (L, TILE_P), LATENCY)
+            v = ct.zeros((L, TILE_P), ct.float32)
+            from_entry = ct.zeros((L, TILE_P), ct.float32)
+            for n_tile in range(N_TILES):
+                index = (batch, head, tile, p_tile, n_tile)
+                entry = load_saved_state(entry_states, index, (TILE_P, TILE_N), LATENCY)
+                dexit = load_saved_state(dexit_states, index, (TILE_P, TILE_N), LATENCY)
+                if N_TILES > 1:
+                    b_part = load_tokens(b, (batch, tile, group, n_tile), (L, TILE_N), LATENCY)
+                    c_part = load_tokens(c, (batch, tile, group, n_tile), (L, TILE_N), LATENCY)
+                    v = product(b_part, dexit.transpose(), v, PRECISION)
+                    from_entry = product(c_part, entry.transpose(), from_entry, PRECISION)
+                else:
+                    v = product(b_tile, dexit.transpose(), v, PRECISION)
+                    from_entry = product(c_tile, entry.transpose(), from_entry, PRECISION)
+                both = entry.astype(ct.float32) * dexit.astype(ct.float32)
+                state_overlap = state_overlap + ct.sum(both, axis=1, keepdims=True)
+            v = v * until_exit
+            du = product(weights_t, dy_tile, v, PRECISION)
+            dweights_t = product_of_loaded(x_tile, dy_tile.transpose(), dweights_t, PRECISION)
+            x_wide, dy_wide = x_tile.astype(ct.float32), dy_tile.astype(ct.float32)
+            store_tokens(dx, (batch, tile, head, p_tile), du * dt + dy_wide * skip, LATENCY)
+            direct = direct + ct.sum(x_wide * du, axis=1, keepdims=True)
+            carried = carried + ct.sum(x_wide * v, axis=1, keepdims=True)
+            inter = inter + ct.sum(dy_wide * from_entry, axis=1, keepdims=True)
+
+        moved_t = ct.where(diagonal, 0.0, dweights_t * weights_t) * dt
+        earlier = ct.sum(moved_t, axis=1, keepdims=True)
+        inter = inter * row(rows_tile, ROW_EXP_G)[:, None]
+        index = (batch, head, tile)
+        store_row(drows, DROW_LATER, index, ct.sum(moved_t, axis=0))
+        store_row(drows, DROW_EARLIER, index, inter - earlier)
+        store_row(drows, DROW_CARRIED, index, carried * dt)
+        store_row(drows, DROW_DIRECT, index, direct)
+        if HAS_D:
+            on_diagonal = ct.sum(ct.where(diagonal, dweights_t, 0.0), axis=1)
+            store_row(drows, DROW_SKIP, index, on_diagonal)
+        ct.store(overlap, (batch, head, tile, 0), (state_overlap * across).reshape((1, 1, 1, TILE_P)))
