@@ -301,6 +301,7 @@ def out_step(
     """`compute_out`; dims as in `state_steps`, sizes and flags as in the kernel."""
     batch, heads, head_size, state_size = dims
     segments = sizes[1]
+    tile_n = min(tile_of(state_size), config.out_tile_n)
     hints = (("occupancy", config.out_occupancy), ("num_worker_warps", config.out_warps))
     return _Step(
         hinted(_out.compute_out, wide, hints),
@@ -309,7 +310,8 @@ def out_step(
             sizes,
             config.tile_tokens,
             TILE_P,
-            tile_of(state_size),
+            tile_n,
+            math.ceil(state_size / tile_n),
             precision,
             flags,
             config.out_latency,

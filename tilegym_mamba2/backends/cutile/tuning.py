@@ -56,6 +56,8 @@ class ForwardConfig:
     pass_tile_p: int = 4
     pass_occupancy: int = 4
     pass_latency: int = 5
+    # The state is kept as tiles of this many columns.
+    out_tile_n: int = 128
     out_occupancy: int = 2
     out_warps: int = 4
     # 3: loads are double-buffered, 109 KB of shared memory; 6: single-buffered, 89 µs against 73.

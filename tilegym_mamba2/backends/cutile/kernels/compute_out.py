@@ -33,24 +33,31 @@ from .tiles import (
 )
 
 
-def advance(state, tiles, d_skip, tokens, precision):
-    """One tile of L tokens: (state after it, outputs (P, L)); `tiles` are x (L, P), b, c (L, N), rows (4,
-    L)."""
-    x, b, c, rows = tiles
-    g = row(rows, ROW_G)
-    c_t = c.transpose()
+def advance(states, tiles, d_skip, tokens, precision):
+    """One tile of L tokens: (states after it, outputs (P, L)).
+
+    `tiles` are x (L, P), b and c as tuples of (L, TILE_N) parts, and rows (4, L); `states` are the (P,
+    TILE_N) parts of the state. Products add up over the parts.
+    """
+    x, b_parts, c_parts, rows = tiles
     y = ct.zeros((x.shape[1], x.shape[0]), ct.float32)
     scores_t = ct.zeros((x.shape[0], x.shape[0]), ct.float32)
-
-    y = product(state, c_t, y, precision) * row(rows, ROW_EXP_G)[None, :]
-    scores_t = product_of_loaded(b, c_t, scores_t, precision)
-    weights_t = causal_weights_t(g, row(rows, ROW_DT), tokens) * scores_t
+    for n in ct.static_iter(range(len(states))):
+        c_t = c_parts[n].transpose()
+        y = product(states[n], c_t, y, precision)
+        scores_t = product_of_loaded(b_parts[n], c_t, scores_t, precision)
+    y = y * row(rows, ROW_EXP_G)[None, :]
+    weights_t = causal_weights_t(row(rows, ROW_G), row(rows, ROW_DT), tokens) * scores_t
     y = product(x.transpose(), weights_t, y, precision)
     # x in float32 serves the skip term and the state: unpacked once, 64 instructions a thread less.
     x_t = x.transpose().astype(ct.float32)
     y = y + d_skip * x_t
     weighted_x = x_t * row(rows, ROW_STATE_WEIGHT)[None, :]
-    return product(weighted_x, b, state * last_of_row(rows, ROW_EXP_G), precision), y
+    decay = last_of_row(rows, ROW_EXP_G)
+    advanced = ()
+    for n in ct.static_iter(range(len(states))):
+        advanced = advanced + (product(weighted_x, b_parts[n], states[n] * decay, precision),)
+    return advanced, y
 
 
 @ct.kernel
@@ -67,12 +74,13 @@ def compute_out(
     L: ConstInt,
     TILE_P: ConstInt,
     TILE_N: ConstInt,
+    PARTS: ConstInt,
     PRECISION: ConstInt,
     FLAGS: ConstTuple,
     LATENCY: ConstInt,
     STORE_LATENCY: ConstInt,
 ):
-    """Outputs of one segment of one head, TILE_P of its channels.
+    """Outputs of one segment of one head, TILE_P of its channels, with the state as PARTS tiles of TILE_N.
 
     Grid: (B · segments · ceil(P / TILE_P) · H,). sizes: (tokens a segment, segments, heads a group,
     whether entry_states is read or all zero). FLAGS: (SLICED, HAS_D, WRITE_FINAL). x (B, T, H, P), b, c (B,
@@ -98,19 +106,26 @@ def compute_out(
     skip = 0.0
     if HAS_D:
         skip = load_scalar(d_skip, head)
-    state = ct.zeros((TILE_P, TILE_N), ct.float32)
-    # At run time, so that short sequences, which start from nothing, need no code of their own.
-    if has_entry != 0:
-        state = load_state(entry_states, (batch, head, segment, p_tile, 0), (TILE_P, TILE_N), 1)
+    shape = (TILE_P, TILE_N)
+    states = ()
+    for n in ct.static_iter(range(PARTS)):
+        state = ct.zeros(shape, ct.float32)
+        # At run time, so that short sequences, which start from nothing, need no code of their own.
+        if has_entry != 0:
+            state = load_state(entry_states, (batch, head, segment, p_tile, n), shape, 1)
+        states = states + (state,)
     tokens = ct.arange(L, dtype=ct.int32)
     for k in range(count):
         tile = offset + k
-        c_tile = load_tokens(c, (batch, tile, group, 0), (L, TILE_N), LATENCY)
         rows_tile = load_rows(rows, (batch, head, first + k), L, LATENCY)
-        b_tile = load_tokens(b, (batch, tile, group, 0), (L, TILE_N), LATENCY)
         x_tile = load_tokens(x, (batch, tile, head, p_tile), (L, TILE_P), LATENCY)
-        state, y = advance(state, (x_tile, b_tile, c_tile, rows_tile), skip, tokens, PRECISION)
+        b_parts, c_parts = (), ()
+        for n in ct.static_iter(range(PARTS)):
+            c_parts = c_parts + (load_tokens(c, (batch, tile, group, n), (L, TILE_N), LATENCY),)
+            b_parts = b_parts + (load_tokens(b, (batch, tile, group, n), (L, TILE_N), LATENCY),)
+        states, y = advance(states, (x_tile, b_parts, c_parts, rows_tile), skip, tokens, PRECISION)
         store_tokens(out, (batch, tile, head, p_tile), y.transpose(), STORE_LATENCY)
     if WRITE_FINAL:
         if segment == num_segments - 1:
-            store_state(final_state, (batch, head, 0, p_tile, 0), state)
+            for n in ct.static_iter(range(PARTS)):
+                store_state(final_state, (batch, head, 0, p_tile, n), states[n])
