@@ -38,6 +38,17 @@ def load_rate(a, head_tile, heads):
     return ct.load(a, (head_tile,), (heads,), padding_mode=_ZERO).astype(ct.float32)[:, None] * LOG2E
 
 
+def hold_after(g, count):
+    """g (TILE_H, L), from its `count`-th token on as it is at that token.
+
+    Padding adds nothing to the sum, but the parallel sum rounds it anew, and the end of a tile must be its last
+    real token's.
+    """
+    tokens = ct.arange(g.shape[1], dtype=ct.int32)[None, :]
+    # g never rises: the smallest one up to `count` is the last.
+    return ct.maximum(g, ct.min(ct.where(tokens < count, g, 0.0), axis=1, keepdims=True))
+
+
 def store_rows(rows, index, g, dt, allow_tma):
     """Stores the four rows of a tile, from g and dt (TILE_H, L); `index` is (batch, tile of heads, tile)."""
     batch, head_tile, tile = index
@@ -80,7 +91,7 @@ def chunk_rows(a, dt, rows, num_tiles: int, L: ConstInt, TILE_H: ConstInt):
     batch, head_tile, tile = decode(num_tiles, ct.num_tiles(a, axis=0, shape=(TILE_H,)))
     dt_tile = load_heads_first(dt, (batch, tile, head_tile), (L, TILE_H))
     g = cumulative_decay(dt_tile * load_rate(a, head_tile, TILE_H), axis=1)
-    store_rows(rows, (batch, head_tile, tile), g, dt_tile, True)
+    store_rows(rows, (batch, head_tile, tile), hold_after(g, dt.shape[1] - tile * L), dt_tile, True)
 
 
 @ct.kernel
