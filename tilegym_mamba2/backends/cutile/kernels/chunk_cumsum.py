@@ -39,10 +39,10 @@ def load_rate(a, head_tile, heads):
 
 
 def hold_after(g, count):
-    """g (TILE_H, L), from its `count`-th token on as it is at that token.
+    """g (TILE_H, L), at every token past the first `count` as at the last of those.
 
-    Padding adds nothing to the sum, but the parallel sum rounds it anew, and the end of a tile must be its last
-    real token's.
+    Padding adds nothing to the sum, but the parallel sum rounds it anew, and a tile must end as its last
+    real token does.
     """
     tokens = ct.arange(g.shape[1], dtype=ct.int32)[None, :]
     # g never rises: the smallest one up to `count` is the last.
