@@ -216,15 +216,15 @@ def find_tileiras() -> str | None:
     try:
         from cuda.tile._compile import _find_compiler_bin
     except ImportError:
-        return _search_tileiras()
+        return find_program("tileiras")
     try:
         return _find_compiler_bin().path
     except OSError:
         return None
 
 
-def _search_tileiras() -> str | None:
-    # For a cuda.tile that hides its own search: the same places in the same order, without version checks.
+def find_program(name: str) -> str | None:
+    """Path of a program of the CUDA toolkit, searched where cuda.tile searches tileiras, in its order."""
     places = [os.environ.get("PATH", os.defpath)]
     try:
         import nvidia.cu13
@@ -235,7 +235,7 @@ def _search_tileiras() -> str | None:
     if home := os.environ.get("CUDA_HOME"):
         places.append(os.path.join(home, "bin"))
     places += sorted(map(str, Path("/usr/local").glob("cuda*/bin")), reverse=True)
-    return next((path for place in places if (path := shutil.which("tileiras", path=place))), None)
+    return next((path for place in places if (path := shutil.which(name, path=place))), None)
 
 
 @cache

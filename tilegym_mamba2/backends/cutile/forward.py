@@ -130,7 +130,7 @@ class _Plan:
     compiled: bool = False
 
     def run(self, launches: Sequence[Launch], device: torch.device) -> None:
-        if device.type == "cpu":
+        if device.type != "cuda":
             run(launches, device)
             return
         if device.index != torch.cuda.current_device():

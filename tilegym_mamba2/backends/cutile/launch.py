@@ -4,9 +4,11 @@ Also what a launch needs to know beforehand: which form of a kernel (hints, 64-b
 compiled, since nothing may compile while a CUDA graph is captured.
 """
 
+import contextlib
 import functools
+import threading
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,8 +73,28 @@ def needs_wide(tensors: Sequence[torch.Tensor | None]) -> bool:
     return any(t is not None and reach(t) >= INT32_REACH for t in tensors)
 
 
+class _Recorder(threading.local):
+    launches: list[Launch] | None = None
+
+
+_recorder = _Recorder()
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[Launch]]:
+    """Within it, on this thread, launches on tensors without memory (device "meta") go to the list."""
+    before, _recorder.launches = _recorder.launches, []
+    try:
+        yield _recorder.launches
+    finally:
+        _recorder.launches = before
+
+
 def run(launches: Sequence[Launch], device: torch.device) -> None:
     """Enqueues the launches in order on the device's current stream (or interprets them, on CPU tensors)."""
+    if device.type == "meta" and _recorder.launches is not None:
+        _recorder.launches += launches
+        return
     if device.type == "cpu" and interpreter_active():
         from tilegym_mamba2 import interpreter
 

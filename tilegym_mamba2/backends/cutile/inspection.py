@@ -1,0 +1,316 @@
+"""What the compiler makes of the kernels, with or without a GPU at hand: registers, spills, instructions.
+
+The launches are those that the ops themselves make: an op is called on tensors without memory, its launches
+are recorded, and their arguments become the signatures that a launch would compile for. So nothing here
+repeats a kernel's constants.
+"""
+
+import collections
+import contextlib
+import functools
+import io
+import math
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import cuda.tile as ct
+import torch
+from cuda.tile.compilation import (
+    ArrayConstraint,
+    CallingConvention,
+    ConstantConstraint,
+    KernelSignature,
+    ScalarConstraint,
+    TupleConstraint,
+    export_kernel,
+)
+
+from tilegym_mamba2.spec import SPECS, Mamba2ProblemSpec
+
+from . import forward, tuning
+from .availability import find_program
+from .launch import Launch, recording
+
+ARCHS = ("sm_80", "sm_90", "sm_100", "sm_103", "sm_120")
+# How x's dtype and torch.get_float32_matmul_precision() pick the products.
+MODES: dict[str, tuple[torch.dtype, str]] = {
+    "bf16": (torch.bfloat16, "highest"),
+    "fp16": (torch.float16, "highest"),
+    "fp32": (torch.float32, "highest"),
+    "tf32": (torch.float32, "high"),
+}
+COUNTED = ("HGMMA", "LDSM", "STS", "BAR", "UTMALDG")
+TOOLS = "pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm"
+
+_DTYPES = {torch.bfloat16: ct.bfloat16, torch.float16: ct.float16, torch.float32: ct.float32}
+_RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)")
+_OPCODE = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Code:
+    """A compiled kernel: registers and bytes of stack a thread, bytes of shared memory a block, instructions
+    by opcode without modifiers."""
+
+    registers: int
+    stack: int
+    shared: int
+    opcodes: collections.Counter[str]
+
+
+def report(
+    archs: Sequence[str] = ARCHS,
+    dtypes: Sequence[str] = tuple(MODES),
+    spec: Mamba2ProblemSpec = SPECS["published"],
+    *,
+    config: tuning.ForwardConfig | None = None,
+) -> list[dict[str, Any]]:
+    """Compiles every kernel of the forward for every arch and dtype, as a call on such a GPU would.
+
+    Args:
+        archs: GPUs as tileiras names them: "sm_90".
+        dtypes: keys of `MODES`; "tf32" is float32 inputs below "highest" precision.
+        spec: whose sizes to take; its dtype is replaced.
+        config: instead of the one that the tables give for each arch.
+
+    Returns:
+        A row for each kernel, arch and dtype: kernel, arch, dtype, registers, shared and stack (bytes), and
+        the number of HGMMA, LDSM, STS, BAR and UTMALDG instructions. A kernel that does not compile has a row
+        with `error` instead of numbers.
+
+    Raises:
+        ValueError: an unknown arch or dtype. RuntimeError: cuobjdump or nvdisasm is missing. OSError: the
+        compiler is.
+    """
+    for arch in archs:
+        if not re.fullmatch(r"sm_\d+[a-z]?", arch):
+            raise ValueError(f"arch must look like sm_90, got {arch!r}")
+    for name in dtypes:
+        if name not in MODES:
+            raise ValueError(f"dtype must be one of {', '.join(MODES)}, got {name!r}")
+    _tool("cuobjdump"), _tool("nvdisasm")
+    jobs = [
+        (arch, name, launch)
+        for arch in archs
+        for name in dtypes
+        for launch in kernels_of(replace(spec, dtype=MODES[name][0]), arch, config, MODES[name][1])
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda job: _row(*job), jobs))
+
+
+def kernels_of(
+    spec: Mamba2ProblemSpec,
+    arch: str,
+    config: tuning.ForwardConfig | None = None,
+    precision: str = "highest",
+) -> list[Launch]:
+    """One launch for each kernel of the forward: the op's own, and what the published kernels alone add."""
+    found: dict[str, Launch] = {}
+    for launch in [
+        *forward_launches(spec, arch, config, precision),
+        *published_launches(spec, arch, config, precision),
+    ]:
+        found.setdefault(name_of(launch), launch)
+    return list(found.values())
+
+
+def forward_launches(
+    spec: Mamba2ProblemSpec,
+    arch: str,
+    config: tuning.ForwardConfig | None = None,
+    precision: str = "highest",
+    **changes: Any,
+) -> list[Launch]:
+    """The launches of `mamba2_chunk_forward` on a GPU `arch`, on tensors without memory.
+
+    `config` replaces the tables' choice, `precision` is the float32 matmul precision, `changes` replace
+    arguments of the op (d=None, x=…).
+    """
+    inputs = meta_inputs(spec) | changes
+    return _recorded(lambda: forward.mamba2_chunk_forward(**inputs), inputs, arch, config, precision)
+
+
+def published_launches(
+    spec: Mamba2ProblemSpec,
+    arch: str,
+    config: tuning.ForwardConfig | None = None,
+    precision: str = "highest",
+    **changes: Any,
+) -> list[Launch]:
+    """As `forward_launches`, of `chunk_cumsum`, `fwd_pass_state` and `compute_out` called one by one."""
+    inputs = meta_inputs(spec) | changes
+    x, b, c, dt = (inputs[name] for name in ("x", "b", "c", "dt"))
+    size = {"chunk_size": inputs["chunk_size"]}
+
+    def call() -> None:
+        decay = forward.chunk_cumsum(inputs["a"], dt, **size)
+        states, _ = forward.fwd_pass_state(x, b, dt, decay, inputs["init_state"], **size)
+        forward.compute_out(x, b, c, inputs["d"], dt, decay, states, **size)
+
+    return _recorded(call, inputs, arch, config, precision)
+
+
+def meta_inputs(spec: Mamba2ProblemSpec) -> dict[str, Any]:
+    """A spec's arguments of the op as tensors without memory; dt is float32 unless the spec names another."""
+    dtypes = dict.fromkeys(("x", "b", "c"), spec.dtype) | {"init_state": spec.state_dtype}
+    dtypes["dt"] = spec.dt_dtype or torch.float32
+    shapes = {name: spec.shapes[name] for name in ("x", "a", "b", "c", "d", "dt", "init_state")}
+    inputs: dict[str, Any] = {
+        name: torch.empty(shape, dtype=dtypes.get(name, torch.float32), device="meta")
+        for name, shape in shapes.items()
+    }
+    return inputs | {"chunk_size": spec.chunk_size}
+
+
+def _recorded(
+    call: Callable[[], Any],
+    inputs: dict[str, Any],
+    arch: str,
+    config: tuning.ForwardConfig | None,
+    precision: str,
+) -> list[Launch]:
+    if config is None:
+        # Tensors without memory are on no GPU: their key names the arch of a default.
+        sizes = tuning.problem_key(inputs["x"], inputs["b"]).split("/", 1)[1]
+        config, _ = tuning.lookup(f"{arch}/{sizes}")
+    with tuning.override(config), _matmul_precision(precision), recording() as launches:
+        call()
+    return launches
+
+
+@contextlib.contextmanager
+def _matmul_precision(precision: str) -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _row(arch: str, dtype: str, launch: Launch) -> dict[str, Any]:
+    row: dict[str, Any] = {"kernel": name_of(launch), "arch": arch, "dtype": dtype}
+    try:
+        code = compiled(launch.kernel, signature_of(launch), arch)
+    except RuntimeError as error:
+        return row | {"error": str(error)}
+    numbers = {"registers": code.registers, "shared": code.shared, "stack": code.stack}
+    return row | numbers | {opcode: code.opcodes[opcode] for opcode in COUNTED}
+
+
+# ---- signatures
+
+
+def name_of(launch: Launch) -> str:
+    """The name of a launch's kernel."""
+    return launch.kernel._pyfunc.__name__
+
+
+def signature_of(launch: Launch) -> KernelSignature:
+    """What `ct.launch` would compile the kernel for, given these arguments.
+
+    `KernelSignature.from_kernel_args` tells the same, but needs a driver.
+    """
+    annotations = launch.kernel._annotated_function.parameter_annotations
+    constraints = [_constraint(*pair) for pair in zip(launch.args, annotations, strict=True)]
+    signature = KernelSignature(constraints, CallingConvention.cutile_python_v2())
+    return signature.with_mangled_symbol(name_of(launch))
+
+
+def _constraint(value: Any, annotation: Any) -> Any:
+    if isinstance(value, tuple):
+        each = getattr(annotation, "items", None) or [getattr(annotation, "each", annotation)] * len(value)
+        return TupleConstraint([_constraint(*pair) for pair in zip(value, each, strict=True)])
+    if isinstance(value, torch.Tensor):
+        return _array_constraint(value, annotation.array)
+    if annotation.constant:
+        return ConstantConstraint(value)
+    if isinstance(value, bool):
+        return ScalarConstraint(ct.bool_)
+    if isinstance(value, float):
+        return ScalarConstraint(ct.float32)
+    return ScalarConstraint(ct.int32 if annotation.scalar is None else annotation.scalar.dtype)
+
+
+def _array_constraint(tensor: torch.Tensor, annotation: Any) -> ArrayConstraint:
+    shape, strides = tensor.shape, tensor.stride()
+    # In elements, what 16 bytes are.
+    unit = 16 // tensor.element_size()
+    extent, overlaps = 1, False
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        overlaps |= stride < extent
+        extent = stride * size
+    return ArrayConstraint(
+        _DTYPES[tensor.dtype],
+        tensor.ndim,
+        index_dtype=ct.int32 if annotation is None else annotation.index_dtype,
+        stride_lower_bound_incl=[None if stride == 1 else 0 for stride in strides],
+        alias_groups=(),
+        may_alias_internally=overlaps,
+        stride_constant=[1 if stride == 1 else None for stride in strides],
+        shape_constant=[1 if size == 1 else None for size in shape],
+        stride_divisible_by=[1 if stride % unit or stride == 1 else unit for stride in strides],
+        shape_divisible_by=[1 if size % 16 else 16 for size in shape],
+        base_addr_divisible_by=math.gcd(tensor.data_ptr(), 16),
+    )
+
+
+# ---- code
+
+
+_cubins: dict[tuple[int, str, str], Code] = {}
+
+
+def compiled(kernel: Any, signature: KernelSignature, arch: str) -> Code:
+    """Compiles a kernel for a GPU and reads what came out; RuntimeError with the compiler's words if not."""
+    key = (id(kernel), signature.symbol, arch)
+    if key not in _cubins:
+        _cubins[key] = read_cubin(compile_cubin(kernel, signature, arch))
+    return _cubins[key]
+
+
+def compile_cubin(kernel: Any, signature: KernelSignature, arch: str) -> bytes:
+    """The binary that `arch` would run; RuntimeError with the compiler's words if it cannot be made."""
+    file = io.BytesIO()
+    try:
+        export_kernel(kernel, [signature], file, gpu_code=arch, output_format="cubin")
+    except ct.TileError as error:
+        raise RuntimeError(f"{kernel._pyfunc.__name__} does not compile for {arch}: {error}") from error
+    return file.getvalue()
+
+
+def read_cubin(cubin: bytes) -> Code:
+    """Registers, stack, shared memory and instructions of a cubin with one kernel."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = _output(_tool("cuobjdump"), "-res-usage", file.name)
+        sass = _output(_tool("nvdisasm"), "-c", file.name)
+    found = _RESOURCES.search(usage)
+    if found is None:
+        raise RuntimeError(f"cuobjdump shows no resources: {usage.strip()!r}")
+    registers, stack, shared = map(int, found.groups())
+    return Code(registers, stack, shared, collections.Counter(_OPCODE.findall(sass)))
+
+
+@functools.cache
+def _tool(name: str) -> str:
+    path = find_program(name)
+    if path is None:
+        raise RuntimeError(f"{name}, which reads compiled kernels, is not installed: {TOOLS}")
+    return path
+
+
+def _output(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    if done.returncode:
+        words = (done.stderr or done.stdout).strip()
+        raise RuntimeError(f"{Path(command[0]).name} failed with status {done.returncode}: {words}")
+    return done.stdout + done.stderr
