@@ -27,6 +27,7 @@ __all__ = ["Mamba2ProblemSpec", "common"]
 
 FORWARD, BACKWARD = "mamba2_chunk_forward", "mamba2_chunk_backward"
 TEST_SPECS = select("test")
+FEW_ROWS = 64
 
 
 class Runner(NamedTuple):
@@ -144,8 +145,16 @@ def test_any_problem(runner: Runner, problem: tuple[Mamba2ProblemSpec, tuple[str
     results = runner.forward(inputs)
     expected = torch.float32 if "init_state" in missing else spec.state_dtype
     assert results["final_state"].dtype == expected
+    references = float64_reference(inputs)
+    if spec.batch_size * spec.num_tokens * spec.num_heads < FEW_ROWS:
+        # One cancellation between the terms of a row would decide alone: measure against their sizes instead.
+        sizes = {name: value.abs() for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+        scale = (
+            float64_reference(inputs | sizes | {"a": inputs["a"]})["out"].norm() / references["out"].norm()
+        )
+        results["out"] = references["out"] + (results["out"] - references["out"]) / scale.clamp(min=1)
     # Small problems have few roundings to average: the worst of 400 emulated ones takes 1.15 budgets.
-    assert_within_budget(FORWARD, spec, results, float64_reference(inputs), slack=1.3)
+    assert_within_budget(FORWARD, spec, results, references, slack=1.3)
 
 
 # ---- on a GPU only: the published benchmark, and what only size brings out
