@@ -3,8 +3,8 @@
 `mamba2_chunk_forward` launches, with S tiles of L tokens a segment:
 
     chunk_rows       what the decay contributes, per token
-    segment_states   each segment from zero         } only if there is more than one segment
-    pass_states      local states to entry states   }
+    segment_states   each segment from zero; if there is more than one
+    pass_states      local states to entry states; if there are many, else compute_out sums them up itself
     compute_out      outputs and the final state
 
 What follows from shapes, strides and dtypes alone is worked out once, in a `_Plan`. Copies that are made: x,
@@ -89,14 +89,20 @@ def mamba2_chunk_forward(
     skip = a if d is None else d
 
     launches = [plan.rows.launch((a, dt, rows))]
-    states = init_view
-    if plan.pass_states is not None:
+    if plan.segment_states_shape:
         states = torch.empty(plan.segment_states_shape, dtype=torch.float32, device=device)
-        segment_decay = torch.empty(plan.segment_states_shape[:3], dtype=torch.float32, device=device)
-        if plan.segment_states is not None:
-            launches.append(plan.segment_states.launch((x, b, rows, states, segment_decay)))
-        launches.append(plan.pass_states.launch((states, segment_decay, init_view, final_view)))
-    launches.append(plan.compute_out.launch((x, b, c, rows, skip, states, out, final_view), {"out": out}))
+        decay = torch.empty(plan.segment_states_shape[:3], dtype=torch.float32, device=device)
+    else:
+        # Not read, but of the form that longer sequences have, so that no other code is compiled.
+        states, decay = final_view, rows[0, :, :, 0, :4]
+    entry_states = init_view
+    if plan.segment_states is not None:
+        launches.append(plan.segment_states.launch((x, b, rows, states, decay)))
+    if plan.pass_states is not None:
+        entry_states = states
+        launches.append(plan.pass_states.launch((states, decay, init_view, final_view)))
+    arrays = (x, b, c, rows, skip, entry_states, states, decay, out, final_view)
+    launches.append(plan.compute_out.launch(arrays, {"out": out}))
     plan.run(launches, device)
     return out, final
 
@@ -201,8 +207,8 @@ def _make_plan(
     tiles_per_segment, segments = config.segments(tokens, heads * p_tiles)
     tiles = math.ceil(tokens / tile)
     plan.rows_shape = (4, batch, heads, pad_count(tiles), tile)
-    plan.segment_states_shape = (batch, heads, pad_count(segments), head_size, state_size)
-    elements = max(math.prod(plan.rows_shape), math.prod(plan.segment_states_shape), x.numel())
+    states_shape = (batch, heads, pad_count(segments), head_size, state_size)
+    elements = max(math.prod(plan.rows_shape), math.prod(states_shape), x.numel())
     wide = needs_wide((x, b, c, dt, init_state)) or elements >= INT32_REACH
     precision = precision_of(x.dtype)
     dims = (batch, heads, head_size, state_size)
@@ -210,17 +216,26 @@ def _make_plan(
 
     plan.rows = rows_step(batch, heads, tiles, config, wide)
     # The last segment's own state is nobody's entry state; compute_out writes the final one.
-    options = (precision, False, init_state is not None, False)
+    steps = state_steps(
+        dims,
+        (segment_tokens, segments - 1, heads_per_group),
+        (precision, False, init_state is not None, False),
+        config,
+        wide,
+    )
+    # compute_out reads entry states as float32: another dtype would be another compilation.
+    converts = init_state is not None and init_state.dtype is not torch.float32
+    passes = converts or segments > config.fold_segments
     if segments > 1:
-        sizes = (segment_tokens, segments - 1, heads_per_group)
-        plan.segment_states, plan.pass_states = state_steps(dims, sizes, options, config, wide)
-    elif init_state is not None and init_state.dtype is not torch.float32:
-        # Only to read it as float32: another dtype would be another compilation of compute_out.
-        _, plan.pass_states = state_steps(dims, (segment_tokens, 0, heads_per_group), options, config, wide)
-    has_entry = segments > 1 or init_state is not None
+        plan.segment_states = steps[0]
+    if passes:
+        plan.pass_states = steps[1]
+    if passes or segments > 1:
+        plan.segment_states_shape = states_shape
+    entries = segments if passes else int(init_state is not None)
     plan.compute_out = out_step(
         dims,
-        (segment_tokens, segments, heads_per_group, int(has_entry)),
+        (segment_tokens, segments, heads_per_group, entries),
         precision,
         (False, d is not None, True),
         config,
@@ -430,14 +445,15 @@ def compute_out(
     rows, make_rows = _rows_of(decay_log2, dt, chunk_size, config)
     step = out_step(
         (batch, heads, head_size, state_size),
-        (chunk_size, entry_states.shape[2], heads // groups, 1),
+        (chunk_size, entry_states.shape[2], heads // groups, entry_states.shape[2]),
         precision_of(x.dtype),
         (chunk_size % config.tile_tokens != 0, d is not None, False),
         config,
         needs_wide((x, b, c, rows, entry_states)),
     )
-    skip = rows if d is None else d
-    arrays = (x, b, c, rows, skip, entry_states, out, entry_states)
+    skip = dt[0, 0] if d is None else d
+    decay = rows[0, :, :, 0, :4]
+    arrays = (x, b, c, rows, skip, entry_states, entry_states, decay, out, entry_states)
     _run_alone([make_rows, step.launch(arrays, {"out": out})], x.device)
     return out
 

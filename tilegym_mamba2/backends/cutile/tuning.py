@@ -53,6 +53,8 @@ class ForwardConfig:
     state_occupancy: int = 2
     state_warps: int = 4
     state_latency: int = 3
+    # Up to this many segments, compute_out sums up its entry state itself, and pass_states need not run.
+    fold_segments: int = 8
     pass_tile_p: int = 4
     pass_occupancy: int = 4
     pass_latency: int = 5
@@ -167,9 +169,11 @@ def default_config(key: str) -> ForwardConfig:
         # tf32 operands take twice the shared memory, and pass through it to be transposed.
         config = dataclasses.replace(config, out_occupancy=1, out_latency=1, state_latency=1)
     if state_size > 128:
-        config = dataclasses.replace(config, out_occupancy=1, out_latency=1)
-    if state_size > 256:
-        config = dataclasses.replace(config, out_warps=8)
+        # Half a block's registers are the state: 8 warps, one block a multiprocessor, half as many segments.
+        blocks = config.segment_blocks // 2
+        config = dataclasses.replace(
+            config, out_occupancy=1, out_warps=8, out_latency=6, segment_blocks=blocks
+        )
     return dataclasses.replace(config, **shipped_table(arch)["defaults"])
 
 
@@ -192,9 +196,10 @@ def candidates(key: str) -> list[ForwardConfig]:
         {"state_occupancy": 1},
         {"state_tile_n": 64},
         {"state_tile_n": 256, "state_occupancy": 1},
-        {"pass_tile_p": 8},
-        {"pass_tile_p": 16},
-        {"rows_occupancy": 16},
+        {"out_tile_n": 256, "out_occupancy": 1},
+        {"out_tile_n": 64},
+        {"fold_segments": 1},
+        {"fold_segments": 16},
         {"rows_heads": 16},
     ]
     found = [first] + [dataclasses.replace(first, **change) for change in changes]

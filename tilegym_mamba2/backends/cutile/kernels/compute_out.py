@@ -24,6 +24,7 @@ from .tiles import (
     last_of_row,
     load_rows,
     load_scalar,
+    load_segment_decay,
     load_state,
     load_tokens,
     row,
@@ -68,6 +69,8 @@ def compute_out(
     rows,
     d_skip,
     entry_states,
+    local_states,
+    segment_decay,
     out,
     final_state,
     sizes: tuple,
@@ -82,13 +85,15 @@ def compute_out(
 ):
     """Outputs of one segment of one head, TILE_P of its channels, with the state as PARTS tiles of TILE_N.
 
-    Grid: (B · segments · ceil(P / TILE_P) · H,). sizes: (tokens a segment, segments, heads a group,
-    whether entry_states is read or all zero). FLAGS: (SLICED, HAS_D, WRITE_FINAL). x (B, T, H, P), b, c (B,
-    T, G, N), rows (4, B, H, tiles, L), d_skip (H,), entry_states (B, H, ≥ segments, P, N); writes out (B, T,
-    H, P) and, in the last segment, final_state (B, H, 1, P, N).
+    Grid: (B · segments · ceil(P / TILE_P) · H,). sizes: (tokens a segment, segments, heads a group, entries):
+    `entries` says where a segment's entry state comes from. 1 or more: entry_states has that many; the rest
+    of the way to the segment goes over local_states. 0: like 1, from zero.
+    FLAGS: (SLICED, HAS_D, WRITE_FINAL). x (B, T, H, P), b, c (B, T, G, N), rows (4, B, H, tiles, L),
+    d_skip (H,), entry_states and local_states (B, H, ≥ segments, P, N), segment_decay (B, H, ≥ segments);
+    writes out (B, T, H, P) and, in the last segment, final_state (B, H, 1, P, N).
     """
     SLICED, HAS_D, WRITE_FINAL = FLAGS
-    segment_tokens, num_segments, heads_per_group, has_entry = sizes
+    segment_tokens, num_segments, heads_per_group, entries = sizes
     num_p_tiles = ct.num_tiles(x, axis=3, shape=(1, 1, 1, TILE_P))
     batch, head, p_tile, segment = decode_block(x.shape[2], num_p_tiles, num_segments)
     group = head // heads_per_group
@@ -110,9 +115,13 @@ def compute_out(
     states = ()
     for n in ct.static_iter(range(PARTS)):
         state = ct.zeros(shape, ct.float32)
+        start = ct.minimum(segment, ct.maximum(entries, 1) - 1)
         # At run time, so that short sequences, which start from nothing, need no code of their own.
-        if has_entry != 0:
-            state = load_state(entry_states, (batch, head, segment, p_tile, n), shape, 1)
+        if entries > 0:
+            state = load_state(entry_states, (batch, head, start, p_tile, n), shape, 1)
+        for before in range(start, segment):
+            local = load_state(local_states, (batch, head, before, p_tile, n), shape, 1)
+            state = state * load_segment_decay(segment_decay, (batch, head, before)) + local
         states = states + (state,)
     tokens = ct.arange(L, dtype=ct.int32)
     for k in range(count):

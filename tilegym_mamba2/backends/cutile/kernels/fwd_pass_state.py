@@ -19,6 +19,7 @@ from .tiles import (
     decode_block,
     last_of_row,
     load_rows,
+    load_segment_decay,
     load_state,
     load_tokens,
     row,
@@ -116,7 +117,7 @@ def pass_states(
     for segment in range(num_local):
         index = (batch, head, segment, p_tile, n_tile)
         local = load_state(states, index, shape, LATENCY)
-        decay = ct.load(segment_decay, index[:3], (1, 1, 1)).item()
+        decay = load_segment_decay(segment_decay, index[:3])
         store_state(states, index, state)
         state = state * decay + local
     if TO_FINAL:

@@ -78,3 +78,8 @@ def store_state(array, index, tile):
 def load_scalar(array, index):
     """One element of a one-dimensional array, as float32."""
     return ct.load(array, (index,), (1,)).item().astype(ct.float32)
+
+
+def load_segment_decay(segment_decay, index):
+    """The factor of one segment, from (B, H, segments); `index` is (batch, head, segment)."""
+    return ct.load(segment_decay, index, (1, 1, 1)).item()
