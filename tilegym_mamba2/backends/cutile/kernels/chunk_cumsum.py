@@ -26,10 +26,10 @@ def decode(num_windows, num_head_tiles):
     return block // num_head_tiles, block % num_head_tiles, window
 
 
-def load_heads_first(dt, index, shape):
+def load_heads_first(dt, index, shape, allow_tma=None):
     """(TILE_H, L) float32 tile of dt (B, T, H); `index` is (batch, tile of tokens, tile of heads)."""
     tile_tokens, heads = shape
-    tile = ct.load(dt, index, (1, tile_tokens, heads), padding_mode=_ZERO)
+    tile = ct.load(dt, index, (1, tile_tokens, heads), padding_mode=_ZERO, allow_tma=allow_tma)
     return tile.reshape((tile_tokens, heads)).transpose().astype(ct.float32)
 
 
@@ -108,7 +108,8 @@ def rows_of_decay(decay_log2, dt, rows, num_tiles: int, chunk_size: int, L: Cons
     stop = ct.minimum(start + chunk_size, num_tokens)
     if start + tile * L < stop:
         dt = segment_window(dt, chunk, chunk_size, num_tokens)
-        dt_tile = load_heads_first(dt, (batch, tile, head_tile), (L, TILE_H))
+        # tileiras 13.4 crashes if the copy engine loads from a sliced array here, or stores what came from one.
+        dt_tile = load_heads_first(dt, (batch, tile, head_tile), (L, TILE_H), False)
         heads = (head_tile * TILE_H + ct.arange(TILE_H, dtype=ct.int32))[:, None]
         tokens = (start + tile * L + ct.arange(L, dtype=ct.int32))[None, :]
         decay = ct.gather(decay_log2, (batch, heads, tokens))
@@ -117,5 +118,4 @@ def rows_of_decay(decay_log2, dt, rows, num_tiles: int, chunk_size: int, L: Cons
         decay = ct.where(tokens < stop, decay, last)
         before = ct.gather(decay_log2, (batch, heads, ct.maximum(start + tile * L - 1, 0)))
         g = decay - ct.where(tile > 0, before, 0.0)
-        # tileiras 13.4 crashes if the copy engine stores what came from a sliced array.
         store_rows(rows, (batch, head_tile, index), g, dt_tile, False)
