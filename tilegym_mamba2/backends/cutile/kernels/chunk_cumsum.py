@@ -108,7 +108,7 @@ def rows_of_decay(decay_log2, dt, rows, num_tiles: int, chunk_size: int, L: Cons
     stop = ct.minimum(start + chunk_size, num_tokens)
     if start + tile * L < stop:
         dt = segment_window(dt, chunk, chunk_size, num_tokens)
-        # tileiras 13.4 crashes if the copy engine loads from a sliced array here, or stores what came from one.
+        # tileiras 13.4 crashes if the copy engine loads a sliced array here, or stores what came from one.
         dt_tile = load_heads_first(dt, (batch, tile, head_tile), (L, TILE_H), False)
         heads = (head_tile * TILE_H + ct.arange(TILE_H, dtype=ct.int32))[:, None]
         tokens = (start + tile * L + ct.arange(L, dtype=ct.int32))[None, :]
