@@ -177,9 +177,11 @@ def _recorded(
     precision: str,
 ) -> list[Launch]:
     if config is None:
-        # Tensors without memory are on no GPU: their key names the arch of a default.
-        sizes = tuning.problem_key(inputs["x"], inputs["b"]).split("/", 1)[1]
-        config, _ = tuning.lookup(f"{arch}/{sizes}")
+        x = inputs["x"]
+        _, tokens, heads, head_size = x.shape
+        config, _ = tuning.lookup(
+            tuning.key_of(arch, x.dtype, tokens, heads, head_size, inputs["b"].shape[3])
+        )
     with tuning.override(config), _matmul_precision(precision), recording() as launches:
         call()
     return launches

@@ -78,10 +78,11 @@ class ForwardConfig:
 def problem_key(x: torch.Tensor, b: torch.Tensor) -> str:
     """The key of a problem: x (B, T, H, P) and b (B, T, G, N) decide it."""
     _, tokens, heads, head_size = x.shape
-    return _key_of(arch_of(x.device), x.dtype, tokens, heads, head_size, b.shape[3])
+    return key_of(arch_of(x.device), x.dtype, tokens, heads, head_size, b.shape[3])
 
 
-def _key_of(arch: str, dtype: torch.dtype, tokens: int, heads: int, head_size: int, state_size: int) -> str:
+def key_of(arch: str, dtype: torch.dtype, tokens: int, heads: int, head_size: int, state_size: int) -> str:
+    """The key of a problem's sizes on an architecture ("sm_90")."""
     name = str(dtype).removeprefix("torch.")
     sizes = f"P{_ceil_power(head_size)}/N{_ceil_power(state_size)}"
     return f"{arch}/{name}/{sizes}/H{_near_power(heads)}/T{_near_power(max(tokens, 1))}"
