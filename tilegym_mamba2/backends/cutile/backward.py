@@ -9,11 +9,11 @@
     finish_dt, sum_heads                            ddt; da, dd
     compute_dbc, sum_parts                          db, dc, summed over the heads of a group
 
-States are computed again, not saved, and C Bᵀ never reaches memory. Every sum has a fixed order: the gradients
-are the same bits in every run. Copies that are made: x, b, c or dout whose last dimension is not contiguous,
-and a dout that repeats elements. Scratch: two states (P, N) a tile and head, in bfloat16 for bfloat16 inputs,
-else float32; 36 bytes a token and head; two float32 states a segment and head; and where a group of many heads
-is cut in parts, db and dc in float32 for each part.
+States are computed again, not saved, and C Bᵀ never reaches memory. Every sum has a fixed order: the
+gradients are the same bits in every run. Copies that are made: x, b, c or dout whose last dimension is not
+contiguous, and a dout that repeats elements. Scratch: two states (P, N) a tile and head, in bfloat16 for
+bfloat16 inputs, else float32; 36 bytes a token and head; two float32 states a segment and head; and where a
+group of many heads is cut in parts, db and dc in float32 for each part.
 """
 
 import dataclasses
@@ -127,7 +127,7 @@ class _Plan:
     compiled: bool = False
 
     def run(self, launches: list[Launch], device: torch.device) -> None:
-        if device.type == "cpu":
+        if device.type != "cuda":
             run(launches, device)
             return
         with torch.cuda.device(device):

@@ -3,7 +3,8 @@
     r_k = Σ_{i≥k} (later_i + earlier_i) + Σ_{j<k} carried_j + overlap     the gradient of a·dt_k
     ddt = direct + a∘r,   da = Σ r∘dt,   dd = Σ skip
 
-Row and column sums of M share all terms but those that straddle k, which are what is left; nothing else cancels.
+Row and column sums of M share all terms but those that straddle k, which are what is left; nothing else
+cancels.
 """
 
 import cuda.tile as ct
@@ -16,7 +17,7 @@ _ZERO = ct.PaddingMode.ZERO
 
 
 def load_row_of_heads(rows, which, index, shape):
-    """(TILE_H, L) tile of one row of a (rows, B, H, tiles, L) array; `index` is (batch, tile of heads, tile)."""
+    """(TILE_H, L) of one row of a (rows, B, H, tiles, L) array; `index` is (batch, tile of heads, tile)."""
     batch, head_tile, tile = index
     heads, tile_tokens = shape
     whole = (1, 1, heads, 1, tile_tokens)
@@ -39,8 +40,8 @@ def finish_dt(
 ):
     """Grid: (B · tiles · ceil(H / TILE_H),).
 
-    a (H,), rows (4, B, H, ≥ tiles, L), drows (5, B, H, ≥ tiles, L), overlap (B, H, ≥ tiles, TILE_P); writes ddt
-    (B, T, H) and partial (2, H, ≥ B · tiles), a tile's share of da and, if HAS_D, of dd.
+    a (H,), rows (4, B, H, ≥ tiles, L), drows (5, B, H, ≥ tiles, L), overlap (B, H, ≥ tiles, TILE_P); writes
+    ddt (B, T, H) and partial (2, H, ≥ B · tiles), a tile's share of da and, if HAS_D, of dd.
     """
     batch, head_tile, tile = decode(num_tiles, ct.num_tiles(a, axis=0, shape=(TILE_H,)))
     index, shape = (batch, head_tile, tile), (TILE_H, L)

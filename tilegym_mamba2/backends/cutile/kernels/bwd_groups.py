@@ -60,23 +60,24 @@ def compute_dbc(
     db_tile = ct.zeros((L, TILE_N), ct.float32)
     dc_tile = ct.zeros((L, TILE_N), ct.float32)
     dscores_t = ct.zeros((L, L), ct.float32)
+    zeros = ct.zeros((L, L), ct.float32)
     for k in range(count):
         head = first + k
         rows_tile = load_rows(rows, (batch, head, tile), L, LATENCY)
+        g, dt = row(rows_tile, ROW_G), row(rows_tile, ROW_DT)
         weight = row(rows_tile, ROW_STATE_WEIGHT)[:, None]
         since_entry = row(rows_tile, ROW_EXP_G)[:, None]
-        dweights_t = ct.zeros((L, L), ct.float32)
         for p_tile in range(P_TILES):
             x_tile = load_tokens(x, (batch, tile, head, p_tile), (L, TILE_P), LATENCY)
             dy_tile = load_tokens(dout, (batch, tile, head, p_tile), (L, TILE_P), LATENCY)
             index = (batch, head, tile, p_tile, n_tile)
             entry = load_saved_state(entry_states, index, (TILE_P, TILE_N), LATENCY)
             dexit = load_saved_state(dexit_states, index, (TILE_P, TILE_N), LATENCY)
-            dweights_t = product_of_loaded(x_tile, dy_tile.transpose(), dweights_t, PRECISION)
             dc_tile = product(dy_tile.astype(ct.float32) * since_entry, entry, dc_tile, PRECISION)
             db_tile = product(x_tile.astype(ct.float32) * weight, dexit, db_tile, PRECISION)
-        g, dt = row(rows_tile, ROW_G), row(rows_tile, ROW_DT)
-        dscores_t = dscores_t + dweights_t * causal_weights_t(g, dt, tokens)
+            # Last: ahead of the two sums it would keep their operands waiting in registers.
+            dweights_t = product_of_loaded(x_tile, dy_tile.transpose(), zeros, PRECISION)
+            dscores_t = dscores_t + dweights_t * causal_weights_t(g, dt, tokens)
     b_tile = load_tokens(b, (batch, tile, group, n_tile), (L, TILE_N), LATENCY)
     c_tile = load_tokens(c, (batch, tile, group, n_tile), (L, TILE_N), LATENCY)
     column = group * ct.cdiv(heads_per_group, heads_per_block) + part

@@ -1,11 +1,11 @@
-"""The states that the backward needs: at the entry of every tile H, and the gradient of the one at its exit dH'.
+"""The states that the backward needs: H at the entry of every tile, and the gradient dH' of that at its exit.
 
     H' = exp2(g_last) H  + ((exp2(g_last − g)·dt) ∘ X)ᵀ B        forwards in time, from init_state
     dH = exp2(g_last) dH' + (exp2(g) ∘ dY)ᵀ C                    backwards in time, from dfinal_state
 
 The two walks are one form: a (P, N) state decays and takes up weighted tokens (L, P) times (L, N). As in the
-forward, segments start from zero, all at once, a pass gives each its true start, and then each is walked again,
-now storing its state at every tile; in the dtype in which products take it, which is what halves the traffic.
+forward, segments start from zero, all at once, and a pass gives each its true start; then each is walked
+again, now storing its state at every tile, in the dtype in which products take it: that halves the traffic.
 `segment_states` and `pass_states` of the forward serve the first walk; their mirror images are here.
 """
 
@@ -34,7 +34,7 @@ def taken_up(tokens, weight):
 
 
 def decode_segment(per_head, tile_p, sizes, skipped):
-    """(batch, head, p_tile, segment, group, first tile, tiles) of this block; `skipped` segments have no block.
+    """(batch, head, p_tile, segment, group, first tile, tiles) of a block; `skipped` segments have none.
 
     sizes: (tiles a segment, segments, heads a group, tiles).
     """
@@ -97,10 +97,11 @@ def pass_dstates(
     HAS_DFINAL: ConstBool,
     LATENCY: ConstInt,
 ):
-    """From each segment's own gradient to the gradient of the state at its exit, in place, last segment first.
+    """From each segment's own gradient to that of the state at its exit, in place, last segment first.
 
-    Grid: (B · ceil(P / TILE_P) · H, ceil(N / TILE_N)). dstates (B, H, ≥ segments, P, N) float32, segment_decay
-    (B, H, ≥ segments), both unread for the first segment; dfinal_state (B, H, 1, P, N), read if HAS_DFINAL.
+    Grid: (B · ceil(P / TILE_P) · H, ceil(N / TILE_N)). dstates (B, H, ≥ segments, P, N) float32 and
+    segment_decay (B, H, ≥ segments), both unread for the first segment; dfinal_state (B, H, 1, P, N), read
+    if HAS_DFINAL.
     """
     num_heads = dstates.shape[1]
     num_p_tiles = ct.num_tiles(dstates, axis=3, shape=(1, 1, 1, TILE_P, TILE_N))
@@ -178,8 +179,8 @@ def tile_dstates(
 
     Grid: (B · segments · ceil(P / TILE_P) · H, ceil(N / TILE_N)). sizes as in `segment_dstates`. FLAGS:
     (HAS_EXIT, WRITE_DINIT). dout (B, T, H, P), c (B, T, G, N), rows (4, B, H, ≥ tiles, L), segment_exits
-    (B, H, ≥ segments, P, N), zero unless HAS_EXIT; writes dexit_states (B, H, ≥ tiles, P, N) and, in the first
-    segment if WRITE_DINIT, dinit_state (B, H, 1, P, N).
+    (B, H, ≥ segments, P, N), zero unless HAS_EXIT; writes dexit_states (B, H, ≥ tiles, P, N) and, in the
+    first segment if WRITE_DINIT, dinit_state (B, H, 1, P, N).
     """
     HAS_EXIT, WRITE_DINIT = FLAGS
     batch, head, p_tile, segment, group, first, count = decode_segment(dout, TILE_P, sizes, 0)

@@ -13,7 +13,7 @@ def decay_t(g, tokens):
 
 
 def load_saved_state(array, index, shape, latency):
-    """Tile of a (B, H, tiles, P, N) array in the array's dtype; `index` is (batch, head, tile, p_tile, n_tile)."""
+    """Tile of a (B, H, tiles, P, N) array, in its dtype; `index`: (batch, head, tile, p_tile, n_tile)."""
     return ct.load(array, index, (1, 1, 1, *shape), padding_mode=_ZERO, latency=latency).reshape(shape)
 
 
@@ -24,7 +24,7 @@ def store_row(rows, which, index, values):
 
 
 def decode_heads(num_groups, heads_per_group, heads_per_block, num_tiles):
-    """(batch, group, part, tile, first head, heads) of a block that takes some heads of one group at one tile."""
+    """(batch, group, part, tile, first head, heads) of a block: some heads of one group at one tile."""
     block = ct.bid(0)
     parts = ct.cdiv(heads_per_group, heads_per_block)
     part = block % parts

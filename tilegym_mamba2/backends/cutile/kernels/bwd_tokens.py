@@ -1,7 +1,7 @@
 """The gradients of x and dt, tile by tile of L tokens, and what the decay's gradient is made of.
 
-With u = dt∘x, W = [i ≥ j] exp2(g_i − g_j) (C Bᵀ), the state H at the tile's entry and the gradient dH' of the one
-at its exit:
+With u = dt∘x, W = [i ≥ j] exp2(g_i − g_j) (C Bᵀ), the state H at the tile's entry and the gradient dH' of
+the one at its exit:
 
     v  = exp2(g_last − g) ∘ (B dH'ᵀ)
     du = Wᵀ dY + v                    dx = dt ∘ du + d ∘ dY        the direct part of ddt: Σ_p x∘du
@@ -12,7 +12,8 @@ A decay a·dt_k lies between token i ≥ k and what came before k, so its gradie
     r_k = Σ_{i≥k>j} M_ij + Σ_{i≥k} inter_i + Σ_{j<k} carried_j + exp2(g_last) ⟨H, dH'⟩
     inter = Σ_p dY ∘ exp2(g) ∘ (C Hᵀ),   carried = Σ_p u ∘ v
 
-and this kernel writes, per token, the row and the column sums of M, inter and carried; `bwd_decay` adds them up.
+and this kernel writes, per token, the row and the column sums of M, inter and carried, which `bwd_decay`
+adds up.
 L×L forms are transposed, (j, i), so that Wᵀ is computed where the product with dY takes its first operand.
 """
 
@@ -77,6 +78,7 @@ def compute_dx(
         b.shape[2], heads_per_group, heads_per_block, num_tiles
     )
     tokens = ct.arange(L, dtype=ct.int32)
+    zeros = ct.zeros((L, L), ct.float32)
     diagonal = tokens[None, :] == tokens[:, None]
 
     b_tile = load_tokens(b, (batch, tile, group, 0), (L, TILE_N), LATENCY)
@@ -99,14 +101,23 @@ def compute_dx(
         if HAS_D:
             skip = load_scalar(d_skip, head)
 
-        dweights_t = ct.zeros((L, L), ct.float32)
+        later = ct.zeros((L,), ct.float32)
+        earlier = ct.zeros((L, 1), ct.float32)
         inter = ct.zeros((L, 1), ct.float32)
         carried = ct.zeros((L, 1), ct.float32)
         direct = ct.zeros((L, 1), ct.float32)
+        on_diagonal = ct.zeros((L,), ct.float32)
         state_overlap = ct.zeros((TILE_P, 1), ct.float32)
         for p_tile in range(P_TILES):
             x_tile = load_tokens(x, (batch, tile, head, p_tile), (L, TILE_P), LATENCY)
             dy_tile = load_tokens(dout, (batch, tile, head, p_tile), (L, TILE_P), LATENCY)
+            # All sums are linear in the P columns: each L×L form is used up before the next product.
+            dweights_t = product_of_loaded(x_tile, dy_tile.transpose(), zeros, PRECISION)
+            moved_t = ct.where(diagonal, 0.0, dweights_t * weights_t) * dt
+            later = later + ct.sum(moved_t, axis=0)
+            earlier = earlier + ct.sum(moved_t, axis=1, keepdims=True)
+            if HAS_D:
+                on_diagonal = on_diagonal + ct.sum(ct.where(diagonal, dweights_t, 0.0), axis=1)
             v = ct.zeros((L, TILE_P), ct.float32)
             from_entry = ct.zeros((L, TILE_P), ct.float32)
             for n_tile in range(N_TILES):
@@ -123,24 +134,21 @@ def compute_dx(
                     from_entry = product(c_tile, entry.transpose(), from_entry, PRECISION)
                 both = entry.astype(ct.float32) * dexit.astype(ct.float32)
                 state_overlap = state_overlap + ct.sum(both, axis=1, keepdims=True)
-            v = v * until_exit
-            du = product(weights_t, dy_tile, v, PRECISION)
-            dweights_t = product_of_loaded(x_tile, dy_tile.transpose(), dweights_t, PRECISION)
-            x_wide, dy_wide = x_tile.astype(ct.float32), dy_tile.astype(ct.float32)
-            store_tokens(dx, (batch, tile, head, p_tile), du * dt + dy_wide * skip, LATENCY)
-            direct = direct + ct.sum(x_wide * du, axis=1, keepdims=True)
-            carried = carried + ct.sum(x_wide * v, axis=1, keepdims=True)
+            dy_wide = dy_tile.astype(ct.float32)
             inter = inter + ct.sum(dy_wide * from_entry, axis=1, keepdims=True)
+            x_wide = x_tile.astype(ct.float32)
+            v = v * until_exit
+            carried = carried + ct.sum(x_wide * v, axis=1, keepdims=True)
+            du = product(weights_t, dy_tile, v, PRECISION)
+            direct = direct + ct.sum(x_wide * du, axis=1, keepdims=True)
+            store_tokens(dx, (batch, tile, head, p_tile), du * dt + dy_wide * skip, LATENCY)
 
-        moved_t = ct.where(diagonal, 0.0, dweights_t * weights_t) * dt
-        earlier = ct.sum(moved_t, axis=1, keepdims=True)
         inter = inter * row(rows_tile, ROW_EXP_G)[:, None]
         index = (batch, head, tile)
-        store_row(drows, DROW_LATER, index, ct.sum(moved_t, axis=0))
+        store_row(drows, DROW_LATER, index, later)
         store_row(drows, DROW_EARLIER, index, inter - earlier)
         store_row(drows, DROW_CARRIED, index, carried * dt)
         store_row(drows, DROW_DIRECT, index, direct)
         if HAS_D:
-            on_diagonal = ct.sum(ct.where(diagonal, dweights_t, 0.0), axis=1)
             store_row(drows, DROW_SKIP, index, on_diagonal)
         ct.store(overlap, (batch, head, tile, 0), (state_overlap * across).reshape((1, 1, 1, TILE_P)))
