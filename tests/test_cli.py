@@ -260,6 +260,11 @@ def test_doctor_prints_the_kernel_table(monkeypatch: pytest.MonkeyPatch) -> None
     assert asked == [{}, {"archs": ["sm_90"]}]
     assert_one_line_error(invoke("doctor", "--arch", "sm_90"), "--arch goes with --kernels")
 
+    broken = {"kernel": "pass_states", "arch": "sm_90", "dtype": "fp16", "error": "no [such] tile"}
+    monkeypatch.setattr(inspection, "report", lambda **options: [row, broken])
+    table = invoke("doctor", "--kernels")
+    assert table.exit_code == 1 and "pass_states for sm_90, fp16: no [such] tile" in table.stdout
+
     def no_compiler(**options: object) -> None:
         raise RuntimeError("tileiras is not installed")
 

@@ -308,13 +308,19 @@ def _kernel_report(archs: list[str] | None, as_json: bool) -> None:
             rows = inspection.report(archs=archs) if archs else inspection.report()
     except (OSError, RuntimeError, ValueError) as error:
         _fail(error)
+    broken = [row for row in rows if row.get("error")]
     if as_json:
         typer.echo(json.dumps({"kernels": rows}))
-        return
-    table = Table(*_KERNEL_COLUMNS)
-    for row in rows:
-        table.add_row(*("-" if row.get(column) is None else str(row[column]) for column in _KERNEL_COLUMNS))
-    _console.print(table)
+    else:
+        table = Table(*_KERNEL_COLUMNS)
+        for row in rows:
+            table.add_row(*("-" if row.get(name) is None else str(row[name]) for name in _KERNEL_COLUMNS))
+        _console.print(table)
+        for row in broken:
+            what = f"{row['kernel']} for {row['arch']}, {row['dtype']}: {row['error']}"
+            _console.print(what, style="red", markup=False, highlight=False)
+    if broken:
+        raise typer.Exit(1)
 
 
 bench_cli.register(app)
