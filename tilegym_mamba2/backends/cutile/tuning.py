@@ -169,6 +169,9 @@ def default_config(key: str) -> ForwardConfig:
     if dtype != "bfloat16":
         # tf32 operands take twice the shared memory, and pass through it to be transposed.
         config = dataclasses.replace(config, out_occupancy=1, out_latency=1, state_latency=1)
+    if dtype == "float16" and state_size > 64:
+        # Tokens in 16 bits and operands in tf32, side by side, spill with 4 warps.
+        config = dataclasses.replace(config, out_warps=8)
     if state_size > 128:
         # Half a block's registers are the state: 8 warps, one block a multiprocessor, half as many segments.
         blocks = config.segment_blocks // 2
