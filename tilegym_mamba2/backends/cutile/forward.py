@@ -114,9 +114,10 @@ class _Step:
     kernel: Any
     grid: tuple[int, ...]
     constants: tuple[Any, ...]
+    chained: bool = False
 
     def launch(self, arrays: tuple[Any, ...], outputs: dict[str, torch.Tensor] | None = None) -> Launch:
-        return Launch(self.kernel, self.grid, arrays + self.constants, outputs or {})
+        return Launch(self.kernel, self.grid, arrays + self.constants, outputs or {}, self.chained)
 
 
 @dataclass
@@ -237,7 +238,7 @@ def _make_plan(
         dims,
         (segment_tokens, segments, heads_per_group, entries),
         precision,
-        (False, d is not None, True),
+        (False, d is not None, True, config.fold_segments > 1),
         config,
         wide,
     )
@@ -271,7 +272,7 @@ def rows_step(batch: int, heads: int, tiles: int, config: tuning.ForwardConfig, 
     """`chunk_rows` for all tiles of L tokens."""
     kernel = hinted(_cumsum.chunk_rows, wide, (("occupancy", config.rows_occupancy),))
     grid = (batch * tiles * math.ceil(heads / config.rows_heads),)
-    return _Step(kernel, grid, (tiles, config.tile_tokens, config.rows_heads))
+    return _Step(kernel, grid, (tiles, config.tile_tokens, config.rows_heads, bool(config.chained)))
 
 
 def state_steps(
@@ -295,7 +296,16 @@ def state_steps(
     segment_states = _Step(
         hinted(_states.segment_states, wide, hints),
         (batch * segments * math.ceil(head_size / TILE_P) * heads, n_tiles),
-        (sizes, config.tile_tokens, TILE_P, tile_n, precision, sliced, config.state_latency),
+        (
+            sizes,
+            config.tile_tokens,
+            TILE_P,
+            tile_n,
+            precision,
+            (sliced, bool(config.chained)),
+            config.state_latency,
+        ),
+        bool(config.chained),
     )
     pass_states = _Step(
         hinted(_states.pass_states, wide, (("occupancy", config.pass_occupancy),)),
@@ -309,11 +319,11 @@ def out_step(
     dims: tuple[int, int, int, int],
     sizes: tuple[int, int, int, int],
     precision: int,
-    flags: tuple[bool, bool, bool],
+    flags: tuple[bool, bool, bool, bool],
     config: tuning.ForwardConfig,
     wide: bool,
 ) -> _Step:
-    """`compute_out`; dims as in `state_steps`, sizes and flags as in the kernel."""
+    """`compute_out`; dims as in `state_steps`, sizes as in the kernel, flags too but for the last."""
     batch, heads, head_size, state_size = dims
     segments = sizes[1]
     tile_n = min(tile_of(state_size), config.out_tile_n)
@@ -328,10 +338,11 @@ def out_step(
             tile_n,
             math.ceil(state_size / tile_n),
             precision,
-            flags,
+            (*flags, bool(config.chained)),
             config.out_latency,
             config.out_store_latency,
         ),
+        bool(config.chained),
     )
 
 
@@ -447,7 +458,7 @@ def compute_out(
         (batch, heads, head_size, state_size),
         (chunk_size, entry_states.shape[2], heads // groups, entry_states.shape[2]),
         precision_of(x.dtype),
-        (chunk_size % config.tile_tokens != 0, d is not None, False),
+        (chunk_size % config.tile_tokens != 0, d is not None, False, False),
         config,
         needs_wide((x, b, c, rows, entry_states)),
     )

@@ -13,7 +13,7 @@ block.
 import cuda.tile as ct
 
 from .decay import LOG2E, cumulative_decay, exp2
-from .tiles import ROW_DT, ROW_EXP_G, ROW_G, ROW_STATE_WEIGHT, ConstInt, segment_window
+from .tiles import ROW_DT, ROW_EXP_G, ROW_G, ROW_STATE_WEIGHT, ConstBool, ConstInt, segment_window
 
 _ZERO = ct.PaddingMode.ZERO
 
@@ -83,11 +83,13 @@ def chunk_cumsum(a, dt, decay_log2, num_chunks: int, chunk_size: int, L: ConstIn
 
 
 @ct.kernel
-def chunk_rows(a, dt, rows, num_tiles: int, L: ConstInt, TILE_H: ConstInt):
+def chunk_rows(a, dt, rows, num_tiles: int, L: ConstInt, TILE_H: ConstInt, CHAINED: ConstBool):
     """Grid: (B · tiles · ceil(H / TILE_H),).
 
     a (H,), dt (B, T, H); writes rows (4, B, H, tiles, L) float32 whole: tokens past T have dt 0.
     """
+    if CHAINED:
+        ct.grid_dependency_control_launch_dependents()
     batch, head_tile, tile = decode(num_tiles, ct.num_tiles(a, axis=0, shape=(TILE_H,)))
     dt_tile = load_heads_first(dt, (batch, tile, head_tile), (L, TILE_H))
     g = cumulative_decay(dt_tile * load_rate(a, head_tile, TILE_H), axis=1)

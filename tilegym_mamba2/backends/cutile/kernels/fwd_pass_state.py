@@ -13,7 +13,6 @@ from .products import product
 from .tiles import (
     ROW_EXP_G,
     ROW_STATE_WEIGHT,
-    ConstBool,
     ConstInt,
     ConstTuple,
     decode_block,
@@ -25,6 +24,7 @@ from .tiles import (
     row,
     segment_window,
     store_state,
+    wait_for_previous_kernel,
 )
 
 
@@ -40,21 +40,24 @@ def segment_states(
     TILE_P: ConstInt,
     TILE_N: ConstInt,
     PRECISION: ConstInt,
-    SLICED: ConstBool,
+    FLAGS: ConstTuple,
     LATENCY: ConstInt,
 ):
     """One segment of one head from zero, a TILE_P × TILE_N part of the state in registers.
 
     Grid: (B · segments · ceil(P / TILE_P) · H, ceil(N / TILE_N)); `segments` are the ones asked for, the
     first of the sequence.
-    sizes: (tokens a segment, segments, heads a group). x (B, T, H, P), b (B, T, G, N),
-    rows (4, B, H, tiles, L); writes local_states (B, H, ≥ segments, P, N) and segment_decay
-    (B, H, ≥ segments), the factor by which a whole segment decays.
+    sizes: (tokens a segment, segments, heads a group). FLAGS: (SLICED, CHAINED).
+    x (B, T, H, P), b (B, T, G, N), rows (4, B, H, tiles, L); writes local_states (B, H, ≥ segments, P, N) and
+    segment_decay (B, H, ≥ segments), the factor by which a whole segment decays.
 
     Walks its tiles backwards: then the sum needs no rescaling, as the decay of later tiles goes into the
     L weights, and `compute_out`, which starts at a segment's front, finds the last-read tiles in the L2
     cache.
     """
+    SLICED, CHAINED = FLAGS
+    if CHAINED:
+        wait_for_previous_kernel()
     segment_tokens, num_segments, heads_per_group = sizes
     num_p_tiles = ct.num_tiles(x, axis=3, shape=(1, 1, 1, TILE_P))
     batch, head, p_tile, segment = decode_block(x.shape[2], num_p_tiles, num_segments)

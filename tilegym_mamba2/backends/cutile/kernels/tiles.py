@@ -17,6 +17,15 @@ NUM_ROWS = 4
 _ZERO = ct.PaddingMode.ZERO
 
 
+def wait_for_previous_kernel():
+    """For a chained launch: lets the next kernel's blocks come, and waits for the previous kernel's results.
+
+    The blocks of a chained kernel start while the previous one still runs; nothing is read before this.
+    """
+    ct.grid_dependency_control_launch_dependents()
+    ct.grid_dependency_control_wait()
+
+
 def decode_block(num_heads, num_p_tiles, num_segments):
     """(batch, head, p_tile, segment) of this block; heads vary fastest, so that neighbours share b and c."""
     block = ct.bid(0)
