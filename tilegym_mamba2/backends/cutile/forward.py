@@ -14,8 +14,9 @@ N) per segment and head.
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ OP = "mamba2_chunk_forward"
 TILE_P = 64
 # A product needs at least 16 in each dimension.
 MIN_TILE_N = 16
+_NO_OUTPUTS: Mapping[str, torch.Tensor] = MappingProxyType({})
 
 _X_DTYPES = frozenset((torch.bfloat16, torch.float16, torch.float32))
 _OK = (True, "")
@@ -48,8 +50,9 @@ _OK = (True, "")
 def supports(op_name: str, x: torch.Tensor, *others: torch.Tensor | None) -> tuple[bool, str]:
     """Whether the kernels take these tensors. Raises TypeError for float64: a GPU has no fast products in
     it."""
+    # b and c have x's dtype, a and d it or float32: float64 can only be in x, dt and the states after it.
     if x.dtype in _X_DTYPES:
-        for tensor in others:
+        for tensor in others[4:]:
             if tensor is not None and tensor.dtype is torch.float64:
                 break
         else:
@@ -75,35 +78,30 @@ def mamba2_chunk_forward(
     float32 inputs follow `torch.get_float32_matmul_precision()`: three tf32 products at "highest", one
     otherwise.
     """
-    x, b, c = _last_contiguous(x), _last_contiguous(b), _last_contiguous(c)
     plan = _plan_of(x, a, b, c, d, dt, init_state)
-    device = x.device
-    out = torch.empty(plan.out_shape, dtype=x.dtype, device=device)
-    final = torch.empty(plan.state_shape, dtype=plan.state_dtype, device=device)
+    if plan.copies:
+        x, b, c = _last_contiguous(x), _last_contiguous(b), _last_contiguous(c)
+        return mamba2_chunk_forward(x, a, b, c, d, dt, init_state, chunk_size)
+    out = torch.empty_like(plan.out)
+    final = torch.empty_like(plan.final)
     if plan.empty:
         _without_tokens(final, init_state)
         return out, final
-    rows = torch.empty(plan.rows_shape, dtype=torch.float32, device=device)
-    final_view = final.unsqueeze(2)
-    init_view = final_view if init_state is None else init_state.unsqueeze(2)
+    rows = torch.empty_like(plan.rows_array)
+    states, decay = torch.empty_like(plan.states), torch.empty_like(plan.decay)
+    init = final if init_state is None else init_state
     skip = a if d is None else d
 
     launches = [plan.rows.launch((a, dt, rows))]
-    if plan.segment_states_shape:
-        states = torch.empty(plan.segment_states_shape, dtype=torch.float32, device=device)
-        decay = torch.empty(plan.segment_states_shape[:3], dtype=torch.float32, device=device)
-    else:
-        # Not read, but of the form that longer sequences have, so that no other code is compiled.
-        states, decay = final_view, rows[0, :, :, 0, :4]
-    entry_states = init_view
     if plan.segment_states is not None:
         launches.append(plan.segment_states.launch((x, b, rows, states, decay)))
     if plan.pass_states is not None:
-        entry_states = states
-        launches.append(plan.pass_states.launch((states, decay, init_view, final_view)))
-    arrays = (x, b, c, rows, skip, entry_states, states, decay, out, final_view)
+        launches.append(plan.pass_states.launch((states, decay, init.unsqueeze(2), states)))
+        # Float32 whatever init_state is, and read where there is one segment only.
+        init = states[:, :, 0]
+    arrays = (x, b, c, rows, skip, init, states, decay, out, final)
     launches.append(plan.compute_out.launch(arrays, {"out": out}))
-    plan.run(launches, device)
+    plan.run(launches, x.device)
     return out, final
 
 
@@ -116,20 +114,25 @@ class _Step:
     constants: tuple[Any, ...]
     chained: bool = False
 
-    def launch(self, arrays: tuple[Any, ...], outputs: dict[str, torch.Tensor] | None = None) -> Launch:
-        return Launch(self.kernel, self.grid, arrays + self.constants, outputs or {}, self.chained)
+    def launch(self, arrays: tuple[Any, ...], outputs: Mapping[str, torch.Tensor] = _NO_OUTPUTS) -> Launch:
+        return Launch(self.kernel, self.grid, arrays + self.constants, outputs, self.chained)
 
 
 @dataclass
 class _Plan:
-    """All that a call needs and that shapes, strides and dtypes decide."""
+    """All that a call needs and that shapes, strides and dtypes decide.
 
-    out_shape: tuple[int, ...]
-    state_shape: tuple[int, ...]
-    state_dtype: torch.dtype
-    empty: bool
-    rows_shape: tuple[int, ...] = ()
-    segment_states_shape: tuple[int, ...] = ()
+    Its tensors are forms, see `_form`, to allocate the call's own after.
+    """
+
+    out: torch.Tensor | None = None
+    final: torch.Tensor | None = None
+    rows_array: torch.Tensor | None = None
+    states: torch.Tensor | None = None
+    decay: torch.Tensor | None = None
+    # x, b or c must be copied first; nothing else is set then.
+    copies: bool = False
+    empty: bool = False
     rows: _Step | None = None
     segment_states: _Step | None = None
     pass_states: _Step | None = None
@@ -157,12 +160,19 @@ _MAX_PLANS = 4096
 
 def _plan_of(*tensors: torch.Tensor | None) -> _Plan:
     x, a, b, c, d, dt, init_state = tensors
-    # Base addresses off 16 bytes compile to other code, hence their place in the key.
-    addresses = x.data_ptr() | b.data_ptr() | c.data_ptr() | dt.data_ptr() | a.data_ptr()
+    dtype = x.dtype
+    addresses = x.data_ptr() | a.data_ptr() | b.data_ptr() | c.data_ptr() | dt.data_ptr()
+    skip = init = None
+    if d is not None:
+        skip = (d.dtype, d.stride())
+        addresses |= d.data_ptr()
+    if init_state is not None:
+        init = (init_state.dtype, init_state.stride())
+        addresses |= init_state.data_ptr()
     key = (
         x.shape,
         x.stride(),
-        x.dtype,
+        dtype,
         b.shape,
         b.stride(),
         c.stride(),
@@ -170,11 +180,12 @@ def _plan_of(*tensors: torch.Tensor | None) -> _Plan:
         dt.dtype,
         a.dtype,
         a.stride(),
-        None if d is None else (d.dtype, d.stride(), d.data_ptr() & 15),
-        None if init_state is None else (init_state.dtype, init_state.stride(), init_state.data_ptr() & 15),
-        addresses & 15,
+        skip,
+        init,
+        # Base addresses off 16 bytes compile to other code.
+        addresses & 15 and tuple(None if t is None else t.data_ptr() & 15 for t in tensors),
         x.device,
-        x.dtype is torch.float32 and torch.get_float32_matmul_precision() == "highest",
+        dtype is torch.float32 and torch.get_float32_matmul_precision() == "highest",
         tuning.overridden(),
     )
     plan = _plans.get(key)
@@ -196,9 +207,14 @@ def _make_plan(
 ) -> _Plan:
     batch, tokens, heads, head_size = x.shape
     groups, state_size = b.shape[2:]
+    if any(t.stride(-1) != 1 for t in (x, b, c)):
+        return _Plan(copies=True)
+    state_shape = (batch, heads, head_size, state_size)
     state_dtype = torch.float32 if init_state is None else init_state.dtype
     plan = _Plan(
-        tuple(x.shape), (batch, heads, head_size, state_size), state_dtype, empty=batch * tokens == 0
+        out=_form(x.shape, x.dtype, x.device),
+        final=_form(state_shape, state_dtype, x.device),
+        empty=batch * tokens == 0,
     )
     if plan.empty:
         return plan
@@ -207,14 +223,15 @@ def _make_plan(
     tile, p_tiles = config.tile_tokens, math.ceil(head_size / TILE_P)
     tiles_per_segment, segments = config.segments(tokens, heads * p_tiles)
     tiles = math.ceil(tokens / tile)
-    plan.rows_shape = (4, batch, heads, pad_count(tiles), tile)
+    rows_shape = (4, batch, heads, pad_count(tiles), tile)
     states_shape = (batch, heads, pad_count(segments), head_size, state_size)
-    elements = max(math.prod(plan.rows_shape), math.prod(states_shape), x.numel())
+    elements = max(math.prod(rows_shape), math.prod(states_shape), x.numel())
     wide = needs_wide((x, b, c, dt, init_state)) or elements >= INT32_REACH
     precision = precision_of(x.dtype)
     dims = (batch, heads, head_size, state_size)
     segment_tokens, heads_per_group = tiles_per_segment * tile, heads // groups
 
+    plan.rows_array = _form(rows_shape, torch.float32, x.device)
     plan.rows = rows_step(batch, heads, tiles, config, wide)
     # The last segment's own state is nobody's entry state; compute_out writes the final one.
     steps = state_steps(
@@ -231,8 +248,11 @@ def _make_plan(
         plan.segment_states = steps[0]
     if passes:
         plan.pass_states = steps[1]
-    if passes or segments > 1:
-        plan.segment_states_shape = states_shape
+    if not passes and segments == 1:
+        # Not read, but of a form that compiles to the code of longer sequences.
+        states_shape = states_shape[:3] + (_smallest_like(head_size), _smallest_like(state_size))
+    plan.states = _form(states_shape, torch.float32, x.device)
+    plan.decay = _form(states_shape[:3], torch.float32, x.device)
     entries = segments if passes else int(init_state is not None)
     plan.compute_out = out_step(
         dims,
@@ -243,6 +263,25 @@ def _make_plan(
         wide,
     )
     return plan
+
+
+def _form(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of one element's memory, of which `torch.empty_like` makes a contiguous one: 0.8 µs, where
+    `torch.empty` takes 1.6 to read its arguments."""
+    return _one_element(dtype, device).expand(shape)
+
+
+@functools.cache
+def _one_element(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(1, dtype=dtype, device=device)
+
+
+def _smallest_like(size: int) -> int:
+    """A small size that divides by 16 and by 4 (16 bytes of floats) where `size` does, and is 1 where it
+    is."""
+    if size == 1 or size % 16 == 0:
+        return min(size, 16)
+    return max(math.gcd(size, 4), 2 + size % 2)
 
 
 def pad_count(count: int) -> int:
@@ -464,7 +503,8 @@ def compute_out(
     )
     skip = dt[0, 0] if d is None else d
     decay = rows[0, :, :, 0, :4]
-    arrays = (x, b, c, rows, skip, entry_states, entry_states, decay, out, entry_states)
+    first = entry_states[:, :, 0]
+    arrays = (x, b, c, rows, skip, first, entry_states, decay, out, first)
     _run_alone([make_rows, step.launch(arrays, {"out": out})], x.device)
     return out
 
@@ -485,7 +525,7 @@ def _rows_of(
 
 
 def _run_alone(launches: Sequence[Launch], device: torch.device) -> None:
-    _Plan((), (), torch.float32, empty=False).run(launches, device)
+    _Plan().run(launches, device)
 
 
 def warmup(spec: Any, device: torch.device | str | None = None) -> None:
@@ -494,7 +534,7 @@ def warmup(spec: Any, device: torch.device | str | None = None) -> None:
 
     spec: a Mamba2ProblemSpec or the name of one. Over T there are two forms of each kernel, T a multiple of
     16 or not: both are compiled, on `device` (default: the current GPU), by running the spec's sizes on
-    zeros. a, d and dt are taken to be float32.
+    zeros. a and d are taken to be float32.
     """
     from tilegym_mamba2.spec import SPECS
 
@@ -514,6 +554,6 @@ def warmup(spec: Any, device: torch.device | str | None = None) -> None:
             zeros(group, dtype=dtype),
             zeros(group, dtype=dtype),
             rate,
-            zeros(batch, tokens, heads),
+            zeros(batch, tokens, heads, dtype=spec.step_dtype),
             init_state,
         )

@@ -9,8 +9,7 @@ import functools
 import threading
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cuda.tile as ct
 import torch
@@ -23,8 +22,7 @@ from .availability import interpreter_active
 INT32_REACH = 2**31
 
 
-@dataclass(frozen=True)
-class Launch:
+class Launch(NamedTuple):
     """One kernel launch, ready to go: the kernel's hinted form, its grid and its arguments.
 
     `chained`: its blocks may start before the kernel before it has ended, for whose results it waits itself.
@@ -116,7 +114,7 @@ def run(launches: Sequence[Launch], device: torch.device) -> None:
             ct.launch(stream, item.grid, item.kernel, item.args)
 
 
-_compiled: set[tuple[int, str]] = set()
+_compiled: set[tuple[int, int, str]] = set()
 
 
 def require_compiled(launches: Sequence[Launch], op_name: str) -> None:
@@ -125,7 +123,9 @@ def require_compiled(launches: Sequence[Launch], op_name: str) -> None:
     A first compilation inside a capture would load a module and wait for the device, which breaks the
     capture.
     """
-    signatures = {(id(item.kernel), _symbol(item)) for item in launches}
+    # Each GPU loads its own copy.
+    device = torch.cuda.current_device()
+    signatures = {(device, id(item.kernel), _symbol(item)) for item in launches}
     if torch.cuda.is_current_stream_capturing() and not signatures <= _compiled:
         raise RuntimeError(
             f"{op_name}: warm up first: a kernel for these shapes, dtypes and strides is not compiled yet, "

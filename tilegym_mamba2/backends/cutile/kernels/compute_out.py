@@ -25,11 +25,12 @@ from .tiles import (
     load_rows,
     load_scalar,
     load_segment_decay,
+    load_single_state,
     load_state,
     load_tokens,
     row,
     segment_window,
-    store_state,
+    store_single_state,
     store_tokens,
     wait_for_previous_kernel,
 )
@@ -69,8 +70,8 @@ def compute_out(
     c,
     rows,
     d_skip,
-    entry_states,
-    local_states,
+    init_state,
+    border_states,
     segment_decay,
     out,
     final_state,
@@ -87,12 +88,12 @@ def compute_out(
     """Outputs of one segment of one head, TILE_P of its channels, with the state as PARTS tiles of TILE_N.
 
     Grid: (B · segments · ceil(P / TILE_P) · H,). sizes: (tokens a segment, segments, heads a group, entries):
-    `entries` says where a segment's entry state comes from. 1 or more: entry_states has that many; the rest
-    of the way to the segment goes over local_states. 0: like 1, from zero.
-    FLAGS: (SLICED, HAS_D, WRITE_FINAL, FOLDS, CHAINED), FOLDS: local_states may be needed.
-    x (B, T, H, P), b, c (B, T, G, N), rows (4, B, H, tiles, L),
-    d_skip (H,), entry_states and local_states (B, H, ≥ segments, P, N), segment_decay (B, H, ≥ segments);
-    writes out (B, T, H, P) and, in the last segment, final_state (B, H, 1, P, N).
+    `entries` says where a segment's entry state comes from. More than 1: border_states are the entry states,
+    that many. Else they are local states, summed up here from init_state (1) or from zero (0).
+    FLAGS: (SLICED, HAS_D, WRITE_FINAL, FOLDS, CHAINED), FOLDS: there may be local states to sum up.
+    x (B, T, H, P), b, c (B, T, G, N), rows (4, B, H, tiles, L), d_skip (H,), init_state (B, H, P, N),
+    border_states (B, H, ≥ segments, P, N), segment_decay (B, H, ≥ segments); writes out (B, T, H, P) and, in
+    the last segment, final_state (B, H, P, N).
     """
     SLICED, HAS_D, WRITE_FINAL, FOLDS, CHAINED = FLAGS
     if CHAINED:
@@ -123,12 +124,14 @@ def compute_out(
         if FOLDS:
             start = ct.minimum(segment, ct.maximum(entries, 1) - 1)
         # At run time, so that short sequences, which start from nothing, need no code of their own.
-        if entries > 0:
-            state = load_state(entry_states, (batch, head, start, p_tile, n), shape, 1)
+        if entries == 1:
+            state = load_single_state(init_state, (batch, head, p_tile, n), shape, 1)
+        if entries > 1:
+            state = load_state(border_states, (batch, head, start, p_tile, n), shape, 1)
         # Not compiled where it never runs: at N 512 it cost the loop below its layout, 853 us against 388.
         if FOLDS:
             for before in range(start, segment):
-                local = load_state(local_states, (batch, head, before, p_tile, n), shape, 1)
+                local = load_state(border_states, (batch, head, before, p_tile, n), shape, 1)
                 state = state * load_segment_decay(segment_decay, (batch, head, before)) + local
         states = states + (state,)
     tokens = ct.arange(L, dtype=ct.int32)
@@ -145,4 +148,4 @@ def compute_out(
     if WRITE_FINAL:
         if segment == num_segments - 1:
             for n in ct.static_iter(range(PARTS)):
-                store_state(final_state, (batch, head, 0, p_tile, n), states[n])
+                store_single_state(final_state, (batch, head, p_tile, n), states[n])

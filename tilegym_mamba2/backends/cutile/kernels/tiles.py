@@ -84,6 +84,17 @@ def store_state(array, index, tile):
     ct.store(array, index, tile.astype(array.dtype).reshape((1, 1, 1, *tile.shape)))
 
 
+def load_single_state(array, index, shape, latency):
+    """As `load_state`, of a (B, H, P, N) array; `index` is (batch, head, p_tile, n_tile)."""
+    tile = ct.load(array, index, (1, 1, *shape), padding_mode=_ZERO, latency=latency)
+    return tile.reshape(shape).astype(ct.float32)
+
+
+def store_single_state(array, index, tile):
+    """As `store_state`, into a (B, H, P, N) array."""
+    ct.store(array, index, tile.astype(array.dtype).reshape((1, 1, *tile.shape)))
+
+
 def load_scalar(array, index):
     """One element of a one-dimensional array, as float32."""
     return ct.load(array, (index,), (1,)).item().astype(ct.float32)
