@@ -4,7 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from tilegym_mamba2.errors import BackendUnavailable, RegistryError
-from tilegym_mamba2.ops import mamba2_chunk_backward, mamba2_chunk_forward
+from tilegym_mamba2.ops import mamba2_chunk_backward, mamba2_chunk_forward, mamba2_chunk_scan
 from tilegym_mamba2.registry import register, unregister, use_backend
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ __all__ = [
     "interpreter",
     "mamba2_chunk_backward",
     "mamba2_chunk_forward",
+    "mamba2_chunk_scan",
     "register",
     "unregister",
     "use_backend",

@@ -4,10 +4,13 @@ import operator
 
 import torch
 
+from tilegym_mamba2 import autograd
 from tilegym_mamba2.registry import resolve
 from tilegym_mamba2.validate import validate_backward, validate_forward
 
-__all__ = ["mamba2_chunk_backward", "mamba2_chunk_forward"]
+__all__ = ["mamba2_chunk_backward", "mamba2_chunk_forward", "mamba2_chunk_scan"]
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def mamba2_chunk_forward(
@@ -40,7 +43,11 @@ def mamba2_chunk_forward(
         backend: backend of this call ("cutile", "torch", "tilegym", or one of your own). None: the choice of
             `use_backend`, `tilegym.set_backend` or TILEGYM_MAMBA2_BACKEND, else the best that can run.
 
-    Inputs may have any strides and are not modified. All are on one device.
+    Inputs may have any strides and are not modified. All are on one device. Under autocast x, b and c go to
+    its dtype and a, d, dt and init_state to float32.
+
+    Differentiable in every tensor, on every backend that has a `mamba2_chunk_backward`; only the inputs are
+    saved. Second derivatives: backend "torch" alone, RuntimeError elsewhere.
 
     Returns:
         out (B, T, H, P) in x's dtype and final_state (B, H, P, N) in the dtype of init_state.
@@ -49,9 +56,65 @@ def mamba2_chunk_forward(
         TypeError, ValueError: an argument is wrong; the message names it, what was expected and what came.
         BackendUnavailable: the chosen backend cannot run on these tensors or on this machine.
     """
-    validate_forward(x, a, b, c, d, dt, init_state, chunk_size)
-    _, forward = resolve("mamba2_chunk_forward", backend, (x, a, b, c, d, dt, init_state))
-    return forward(x, a, b, c, d, dt, init_state, operator.index(chunk_size))
+    tensors = _autocast(x, a, b, c, d, dt, init_state)
+    if torch.compiler.is_compiling():
+        return autograd.chunk_scan(*tensors, chunk_size, backend)
+    validate_forward(*tensors, chunk_size)
+    chunk_size = operator.index(chunk_size)
+    records = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    # A call through torch.library costs the host tens of microseconds: only where somebody asks for it.
+    if records or type(x) not in _PLAIN:
+        by_ops, name = autograd.differentiable(backend)
+        if by_ops:
+            return autograd.chunk_scan(*tensors, chunk_size, name)
+    _, forward = resolve("mamba2_chunk_forward", backend, tensors)
+    return forward(*tensors, chunk_size)
+
+
+def mamba2_chunk_scan(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    *,
+    d: torch.Tensor | None = None,
+    init_state: torch.Tensor | None = None,
+    chunk_size: int = 64,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`mamba2_chunk_forward` for models: the skip term and the initial state are optional.
+
+    Args:
+        x: (B, T, H, P). dt: (B, T, H). a: (H,). b, c: (B, T, G, N). d: (H,) or None. init_state: (B, H, P, N)
+            or None. chunk_size, backend. All as in `mamba2_chunk_forward`.
+
+    Differentiable, also under torch.compile(fullgraph=True) with dynamic T, activation checkpointing and
+    autocast. In a compiled graph `use_backend` is asked when the graph runs, and the backward may run on
+    another thread: there a choice by `backend=` or `tilegym.set_backend` reaches both.
+
+    Returns:
+        out (B, T, H, P) in x's dtype and final_state (B, H, P, N), in the dtype of init_state or float32
+        (float64 for float64 x) without one.
+
+    Raises:
+        As `mamba2_chunk_forward`.
+    """
+    return mamba2_chunk_forward(x, a, b, c, d, dt, init_state, chunk_size, backend=backend)
+
+
+def _autocast(x: torch.Tensor, *others: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """x, a, b, c, d, dt, init_state in the dtypes that autocast asks for; float64 is left alone."""
+    tensors = (x, *others)
+    if not isinstance(x, torch.Tensor) or not torch.is_autocast_enabled(x.device.type):
+        return tensors
+    if any(isinstance(t, torch.Tensor) and t.dtype == torch.float64 for t in tensors):
+        return tensors
+    low, full = torch.get_autocast_dtype(x.device.type), torch.float32
+    dtypes = (low, full, low, low, full, full, full)
+    return tuple(
+        t.to(dtype) if isinstance(t, torch.Tensor) else t for t, dtype in zip(tensors, dtypes, strict=True)
+    )
 
 
 def mamba2_chunk_backward(

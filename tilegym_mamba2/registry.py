@@ -62,7 +62,7 @@ _added_backends: set[str] = set()
 # Stands in selector._CURRENT_BACKENDS while nobody has chosen: equal to the name there, yet its own object.
 _unchosen: str | None = None
 _tilegym_initial: str = selector._CURRENT_BACKENDS
-_logged: set[tuple[str, str]] = set()
+_logged: set[tuple[str, ...]] = set()
 
 
 # ---- reading and registering
@@ -292,17 +292,9 @@ def resolve(op_name: str, backend: str | None = None, args: tuple[Any, ...] = ()
     if entry is None:
         known = ", ".join(_ops) or "none: call tilegym_mamba2.register()"
         raise RegistryError(f"op {op_name!r} is not registered; registered ops: {known}")
-    origin = "backend="
+    backend, origin = choice(backend)
     if backend is None:
-        backend, origin = _preferred.get(), "use_backend"
-        if backend is None:
-            current = selector._CURRENT_BACKENDS
-            if current is not _unchosen:
-                backend, origin = current, _SET_BACKEND
-            else:
-                backend, origin = os.environ.get(ENV), ENV
-                if not backend:
-                    return _automatic(entry, args)
+        return _automatic(entry, args)
     if backend not in entry.backends:
         raise BackendUnavailable(_no_such_backend(entry, backend, origin))
     function, reason = _try(entry, backend, args)
@@ -312,6 +304,20 @@ def resolve(op_name: str, backend: str | None = None, args: tuple[Any, ...] = ()
             f"Backends of this op: {', '.join(entry.backends)}"
         )
     return backend, function
+
+
+def choice(backend: str | None = None) -> tuple[str | None, str]:
+    """The backend that somebody chose, and by what (see `resolve`); (None, "") where it is automatic."""
+    if backend is not None:
+        return backend, "backend="
+    preferred = _preferred.get()
+    if preferred is not None:
+        return preferred, "use_backend"
+    current = selector._CURRENT_BACKENDS
+    if current is not _unchosen:
+        return current, _SET_BACKEND
+    named = os.environ.get(ENV)
+    return (named, ENV) if named else (None, "")
 
 
 def backend_status(op_name: str) -> dict[str, tuple[bool, str]]:
@@ -346,8 +352,9 @@ def _automatic(entry: OpEntry, args: tuple[Any, ...]) -> tuple[str, Callable]:
         except (BackendUnavailable, TypeError, ValueError) as error:
             function, reason = None, str(error)
         if function is not None:
-            why = "; ".join(reasons) if reasons else f"{backend}: can run on these tensors"
-            if (entry.name, why) not in _logged:
+            if (entry.name, backend, *reasons) not in _logged:
+                _logged.add((entry.name, backend, *reasons))
+                why = "; ".join(reasons) or f"{backend}: can run on these tensors"
                 _log_choice(entry.name, backend, why, args)
             return backend, function
         reasons.append(f"{backend}: {reason}")
@@ -355,7 +362,6 @@ def _automatic(entry: OpEntry, args: tuple[Any, ...]) -> tuple[str, Callable]:
 
 
 def _log_choice(op_name: str, backend: str, reason: str, args: tuple[Any, ...]) -> None:
-    _logged.add((op_name, reason))
     device = _device(args)
     # On the CPU torch is what one expects; tensors on a GPU that miss the kernels deserve a warning.
     missed = backend == "torch" and device is not None and device.type == "cuda"
@@ -373,7 +379,7 @@ def _try(entry: OpEntry, backend: str, args: tuple[Any, ...]) -> tuple[Callable 
     loaded = _loaded.get(entry.backends[backend]) or _load(entry, backend)
     if not loaded.differentiable and torch.is_grad_enabled():
         for arg in args:
-            if getattr(arg, "requires_grad", False):
+            if arg is not None and getattr(arg, "requires_grad", False):
                 return None, (
                     "it computes no gradients and an input requires grad "
                     "(use backend='torch', torch.no_grad(), or detach the inputs)"

@@ -13,6 +13,7 @@ import torch
 
 from .forward import precision_of, tile_of
 from .kernels.products import BF16, TF32X3
+from .tuning import arch_of
 
 
 @dataclass(frozen=True)
@@ -80,29 +81,42 @@ def config_for(x: torch.Tensor, b: torch.Tensor) -> BackwardConfig:
     """The configuration for x (B, T, H, P) and b (B, T, G, N)."""
     if BackwardConfig._override is not None:
         return BackwardConfig._override
-    return default_config(precision_of(x.dtype), x.shape[2], x.shape[3], b.shape[3])
+    return default_config(arch_of(x.device), precision_of(x.dtype), x.shape[2:], b.shape[3])
 
 
-def default_config(precision: int, heads: int, head_size: int, state_size: int) -> BackwardConfig:
-    """What spills nowhere on sm_90, for inputs that enter products in `precision`."""
+def default_config(arch: str, precision: int, head_shape: tuple[int, int], state_size: int) -> BackwardConfig:
+    """What compiles everywhere and spills nowhere on sm_90.
+
+    precision: how inputs enter products; head_shape: (H, P).
+    """
+    heads, head_size = head_shape
     config = BackwardConfig()
     if heads >= 16:
         # Models of this size run at B 1 too: fill the GPU from one row (132 multiprocessors, two blocks
         # each).
         config = dataclasses.replace(config, segment_blocks=264, part_blocks=264)
     if precision == BF16:
-        if state_size > 128 or head_size > 64:
+        # tileiras 13.4 fails on sm_100 with all 128 columns at once.
+        if state_size > 128 or arch != "sm_90":
             config = dataclasses.replace(config, token_tile_n_max=64)
-        if state_size > 64 and head_size <= 64:
+        if head_size > 64:
+            return dataclasses.replace(config, token_occupancy=1, token_warps=8, group_tile_n_max=64)
+        if state_size > 64:
             # Two sums of (L, 128) leave no room for a second block.
             config = dataclasses.replace(config, group_occupancy=1)
-        if head_size > 64:
-            config = dataclasses.replace(config, group_tile_n_max=64)
         return config
     # tf32 operands take twice the shared memory, and pass through it to be transposed.
-    warps = 8 if precision == TF32X3 or head_size > 64 else 4
-    config = dataclasses.replace(
-        config, token_occupancy=1, token_warps=warps, token_tile_n_max=64, token_latency=1, state_latency=1
+    split = precision == TF32X3
+    return dataclasses.replace(
+        config,
+        state_occupancy=1,
+        state_latency=1,
+        token_tile_n_max=64,
+        token_occupancy=1,
+        token_warps=8 if split or head_size > 64 else 4,
+        token_latency=1,
+        group_tile_n_max=64 if split else 128,
+        group_occupancy=1,
+        group_warps=8 if split else 4,
+        group_latency=1,
     )
-    tile_n = 32 if precision == TF32X3 else 128
-    return dataclasses.replace(config, group_occupancy=1, group_tile_n_max=tile_n, group_latency=1)

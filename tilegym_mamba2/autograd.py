@@ -1,0 +1,213 @@
+"""The differentiable op: `torch.library` custom ops, known to autograd, torch.compile and checkpointing.
+
+    tilegym_mamba2::chunk_scan            x, a, b, c, d, dt, init_state, chunk_size, backend
+                                          -> out, final_state
+    tilegym_mamba2::chunk_scan_backward   the same with dout, dfinal_state and `needed` -> seven gradients
+
+The backend is picked inside, so a compiled graph holds the op and not one backend's code. Only inputs are
+saved. The ops' outputs alias nothing; a gradient that is not needed is an empty tensor.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from tilegym_mamba2.registry import choice, resolve
+from tilegym_mamba2.validate import validate_backward, validate_forward
+
+__all__ = ["chunk_scan", "chunk_scan_backward"]
+
+FORWARD, BACKWARD = "mamba2_chunk_forward", "mamba2_chunk_backward"
+_INPUTS = 7
+# Backends of this package take None for a gradient that did not come; others get zeros.
+_TAKES_NONE = ("cutile", "torch")
+
+
+@torch.library.custom_op("tilegym_mamba2::chunk_scan", mutates_args=())
+def chunk_scan(
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Optional[Tensor],  # noqa: UP045 - torch.library reads this form only
+    dt: Tensor,
+    init_state: Optional[Tensor],  # noqa: UP045
+    chunk_size: int,
+    backend: Optional[str],  # noqa: UP045
+) -> tuple[Tensor, Tensor]:
+    """Validates, picks the backend and runs the forward; see `tilegym_mamba2.mamba2_chunk_forward`."""
+    tensors = (x, a, b, c, d, dt, init_state)
+    validate_forward(*tensors, chunk_size)
+    _, forward = resolve(FORWARD, backend, tensors)
+    out, final_state = forward(*tensors, chunk_size)
+    return out.contiguous(), final_state.contiguous()
+
+
+@chunk_scan.register_fake
+def _(
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor | None,
+    dt: Tensor,
+    init_state: Tensor | None,
+    chunk_size: int,
+    backend: str | None,
+) -> tuple[Tensor, Tensor]:
+    validate_forward(x, a, b, c, d, dt, init_state, chunk_size)
+    dtype = _state_dtype(x, init_state)
+    return x.new_empty(x.shape), x.new_empty((x.shape[0], *x.shape[2:], b.shape[3]), dtype=dtype)
+
+
+@torch.library.custom_op("tilegym_mamba2::chunk_scan_backward", mutates_args=())
+def chunk_scan_backward(
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Optional[Tensor],  # noqa: UP045
+    dt: Tensor,
+    init_state: Optional[Tensor],  # noqa: UP045
+    dout: Optional[Tensor],  # noqa: UP045
+    dfinal_state: Optional[Tensor],  # noqa: UP045
+    chunk_size: int,
+    backend: Optional[str],  # noqa: UP045
+    needed: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients that are `needed`, in the order of the inputs; the others are empty."""
+    inputs = (x, a, b, c, d, dt, init_state)
+    validate_backward(*inputs, dout, dfinal_state, chunk_size, torch.float32)
+    name, backward = resolve(BACKWARD, backend, (*inputs, dout, dfinal_state))
+    if name not in _TAKES_NONE:
+        dout = torch.zeros_like(x) if dout is None else dout
+        if dfinal_state is None:
+            dfinal_state = x.new_zeros(_state_shape(x, b), dtype=_state_dtype(x, init_state))
+    if name == "cutile":
+        from tilegym_mamba2.backends.cutile.backward import gradients
+
+        results = gradients(*inputs, dout, dfinal_state, tuple(needed))
+    else:
+        results = backward(*inputs, dout, dfinal_state, chunk_size, _state_dtype(x, None))
+    return tuple(
+        gradient.contiguous() if need and gradient is not None else x.new_empty(0)
+        for gradient, need in zip(results, needed, strict=True)
+    )
+
+
+@chunk_scan_backward.register_fake
+def _(
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor | None,
+    dt: Tensor,
+    init_state: Tensor | None,
+    dout: Tensor | None,
+    dfinal_state: Tensor | None,
+    chunk_size: int,
+    backend: str | None,
+    needed: Sequence[bool],
+) -> tuple[Tensor, ...]:
+    return tuple(
+        x.new_empty(0) if tensor is None or not need else tensor.new_empty(tensor.shape)
+        for tensor, need in zip((x, a, b, c, d, dt, init_state), needed, strict=True)
+    )
+
+
+def _state_shape(x: Tensor, b: Tensor) -> tuple[int, ...]:
+    return (x.shape[0], *x.shape[2:], b.shape[3])
+
+
+def _state_dtype(x: Tensor, init_state: Tensor | None) -> torch.dtype:
+    if init_state is not None:
+        return init_state.dtype
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+# ---- first derivative
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.chunk_size, ctx.backend = inputs
+    # Without this a gradient that did not come would be a whole tensor of zeros.
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors)
+
+
+def _differentiate(ctx: Any, dout: Tensor | None, dfinal_state: Tensor | None) -> tuple[Any, ...]:
+    inputs = ctx.saved_tensors
+    needed = [need and tensor is not None for need, tensor in zip(ctx.needs_input_grad, inputs, strict=False)]
+    if (dout is None and dfinal_state is None) or not any(needed):
+        return (None,) * (_INPUTS + 2)
+    gradients = chunk_scan_backward(*inputs, dout, dfinal_state, ctx.chunk_size, ctx.backend, needed)
+    return (*_where_needed(gradients, needed), None, None)
+
+
+def _where_needed(gradients: Sequence[Tensor], needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
+    return tuple(gradient if need else None for gradient, need in zip(gradients, needed, strict=True))
+
+
+chunk_scan.register_autograd(_differentiate, setup_context=_save)
+
+
+# ---- second derivative
+
+
+def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, ctx.chunk_size, ctx.backend, ctx.needed = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors)
+
+
+def _differentiate_twice(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
+    """Through the torch backend's own backward, which autograd can follow; no other backend has one."""
+    tensors = ctx.saved_tensors
+    name, _ = resolve(BACKWARD, ctx.backend, tuple(tensors))
+    if name != "torch":
+        raise RuntimeError(
+            f"{BACKWARD}: backend {name!r} has no second derivative; use backend='torch' where a gradient is "
+            "differentiated again (create_graph=True)"
+        )
+    from tilegym_mamba2.backends.torch import chunked
+
+    results: list[Tensor | None] = [None] * len(tensors)
+    wanted = [i for i, (t, need) in enumerate(zip(tensors, ctx.needs_input_grad, strict=False)) if need]
+    with torch.enable_grad():
+        # Views, so that each input is a node of its own even where one tensor is passed twice.
+        views = [None if t is None else t.view_as(t) for t in tensors]
+        gradients = chunked.mamba2_chunk_backward(*views, ctx.chunk_size, _state_dtype(tensors[0], None))
+        pairs = [
+            (gradient, cotangent)
+            for gradient, cotangent, need in zip(gradients, cotangents, ctx.needed, strict=True)
+            if need and cotangent is not None and gradient is not None and gradient.requires_grad
+        ]
+        if pairs:
+            found = torch.autograd.grad(
+                [gradient for gradient, _ in pairs],
+                [views[i] for i in wanted],
+                [cotangent for _, cotangent in pairs],
+                create_graph=True,
+                allow_unused=True,
+            )
+            for i, gradient in zip(wanted, found, strict=True):
+                results[i] = gradient
+    return (*results, None, None, None)
+
+
+chunk_scan_backward.register_autograd(_differentiate_twice, setup_context=_save_backward)
+
+
+def differentiable(backend: str | None) -> tuple[bool, str | None]:
+    """Whether these ops serve the backend that a call would use, and its name (None: picked per call).
+
+    A backend without a backward of its own is left to torch's autograd.
+    """
+    from tilegym_mamba2.registry import ops
+
+    name = choice(backend)[0]
+    entry = ops().get(BACKWARD)
+    return entry is not None and (name is None or name in entry.backends), name
