@@ -25,6 +25,7 @@ from rich.table import Table
 
 from tilegym_mamba2 import registry, validate
 from tilegym_mamba2.backends.cutile import forward as cutile
+from tilegym_mamba2.backends.cutile import launch as launching
 from tilegym_mamba2.bench import environment, timing
 from tilegym_mamba2.spec import SPECS
 
@@ -62,11 +63,11 @@ def host_us(call: Callable[[], Any]) -> tuple[float, float]:
 def recorded(call: Callable[[], Any]) -> list[Any]:
     """The launches of a call, which are not run."""
     launches: list[Any] = []
-    run, cutile.run = cutile.run, lambda items, device: launches.extend(items)
+    run, launching.run = launching.run, lambda items, device: launches.extend(items)
     try:
         call()
     finally:
-        cutile.run = run
+        launching.run = run
     return launches
 
 
@@ -86,11 +87,11 @@ def breakdown(inputs: dict[str, Any]) -> list[Row]:
         "plan key and look-up": lambda: cutile._plan_of(*tensors),
     }
     rows = [("parts", name, *host_us(part)) for name, part in parts.items()]
-    run, cutile.run = cutile.run, lambda items, device: None
+    run, launching.run = launching.run, lambda items, device: None
     try:
         rows.append(("parts", "whole call without ct.launch", *host_us(call)))
     finally:
-        cutile.run = run
+        launching.run = run
     rows.append(("parts", "stream handle", *host_us(lambda: torch._C._cuda_getCurrentRawStream(0))))
     rows.append(("parts", "current device", *host_us(torch.cuda.current_device)))
     for item in launches:

@@ -32,7 +32,7 @@ from .kernels import bwd_decay as _decay
 from .kernels import bwd_groups as _groups
 from .kernels import bwd_states as _states
 from .kernels import bwd_tokens as _tokens
-from .launch import INT32_REACH, Launch, hinted, needs_wide, require_compiled, run
+from .launch import INT32_REACH, Launch, hinted, needs_wide, run_plan
 
 __all__ = ["DIFFERENTIABLE", "gradients", "mamba2_chunk_backward", "supports"]
 
@@ -127,13 +127,7 @@ class _Plan:
     compiled: bool = False
 
     def run(self, launches: list[Launch], device: torch.device) -> None:
-        if device.type != "cuda":
-            run(launches, device)
-            return
-        with torch.cuda.device(device):
-            if not self.compiled:
-                require_compiled(launches, OP)
-            run(launches, device)
+        run_plan(launches, device, OP, self.compiled)
         self.compiled = True
 
 

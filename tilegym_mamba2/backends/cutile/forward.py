@@ -26,7 +26,7 @@ from .kernels import chunk_cumsum as _cumsum
 from .kernels import compute_out as _out
 from .kernels import fwd_pass_state as _states
 from .kernels.products import BF16, TF32, TF32X3
-from .launch import INT32_REACH, Launch, hinted, needs_wide, require_compiled, run
+from .launch import INT32_REACH, Launch, hinted, needs_wide, run_plan
 
 __all__ = [
     "chunk_cumsum",
@@ -140,16 +140,7 @@ class _Plan:
     compiled: bool = False
 
     def run(self, launches: Sequence[Launch], device: torch.device) -> None:
-        if device.type != "cuda":
-            run(launches, device)
-            return
-        if device.index != torch.cuda.current_device():
-            with torch.cuda.device(device):
-                self.run(launches, device)
-            return
-        if not self.compiled:
-            require_compiled(launches, OP)
-        run(launches, device)
+        run_plan(launches, device, OP, self.compiled)
         self.compiled = True
 
 
@@ -219,7 +210,7 @@ def _make_plan(
     if plan.empty:
         return plan
 
-    config, _ = tuning.lookup(tuning.problem_key(x, b))
+    config = tuning.config_for(x, b)
     tile, p_tiles = config.tile_tokens, math.ceil(head_size / TILE_P)
     tiles_per_segment, segments = config.segments(tokens, heads * p_tiles)
     tiles = math.ceil(tokens / tile)
@@ -447,7 +438,7 @@ def fwd_pass_state(
     if states.numel() == 0:
         _without_tokens(final, init_state)
         return states, final
-    config, _ = tuning.lookup(tuning.problem_key(x, b))
+    config = tuning.config_for(x, b)
     rows, make_rows = _rows_of(decay_log2, dt, chunk_size, config)
     decay = torch.empty(states.shape[:3], dtype=torch.float32, device=x.device)
     segment_states, pass_states = state_steps(
@@ -491,7 +482,7 @@ def compute_out(
         return out
     batch, _, heads, head_size = x.shape
     groups, state_size = b.shape[2:]
-    config, _ = tuning.lookup(tuning.problem_key(x, b))
+    config = tuning.config_for(x, b)
     rows, make_rows = _rows_of(decay_log2, dt, chunk_size, config)
     step = out_step(
         (batch, heads, head_size, state_size),

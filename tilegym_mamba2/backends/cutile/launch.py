@@ -117,21 +117,31 @@ def run(launches: Sequence[Launch], device: torch.device) -> None:
 _compiled: set[tuple[int, int, str]] = set()
 
 
-def require_compiled(launches: Sequence[Launch], op_name: str) -> None:
-    """Before the first run of these launches: raises inside CUDA graph capture if one would have to compile.
+def run_plan(launches: Sequence[Launch], device: torch.device, op_name: str, compiled: bool) -> None:
+    """As `run`, on any GPU, whichever is current. `compiled`: such launches have run before.
 
-    A first compilation inside a capture would load a module and wait for the device, which breaks the
-    capture.
+    If not, and a CUDA graph is being captured, it raises before anything is enqueued if one would have to
+    compile: a first compilation loads a module and waits for the device, which breaks the capture.
     """
+    if device.type != "cuda":
+        run(launches, device)
+        return
+    if device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            run_plan(launches, device, op_name, compiled)
+        return
+    if compiled:
+        run(launches, device)
+        return
     # Each GPU loads its own copy.
-    device = torch.cuda.current_device()
-    signatures = {(device, id(item.kernel), _symbol(item)) for item in launches}
+    signatures = {(device.index, id(item.kernel), _symbol(item)) for item in launches}
     if torch.cuda.is_current_stream_capturing() and not signatures <= _compiled:
         raise RuntimeError(
             f"{op_name}: warm up first: a kernel for these shapes, dtypes and strides is not compiled yet, "
             "and nothing may compile inside CUDA graph capture. Call the op once with such tensors before "
             "the capture, or tilegym_mamba2.warmup(spec)"
         )
+    run(launches, device)
     _compiled.update(signatures)
 
 

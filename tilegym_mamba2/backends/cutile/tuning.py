@@ -15,6 +15,7 @@ import logging
 import math
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -123,6 +124,47 @@ def override(config: ForwardConfig) -> Iterator[None]:
 
 def overridden() -> ForwardConfig | None:
     return _override
+
+
+_searched: set[str] = set()
+
+
+def config_for(x: torch.Tensor, b: torch.Tensor) -> ForwardConfig:
+    """The configuration of a problem; with TILEGYM_MAMBA2_TUNE=search, searched for if no table has its key.
+
+    x (B, T, H, P) and b (B, T, G, N) decide. Never searches for CPU tensors or inside CUDA graph capture.
+    """
+    key = problem_key(x, b)
+    config, source = lookup(key)
+    if source in ("override", "user table", "shipped table") or tune_mode() != "search":
+        return config
+    if x.device.type != "cuda" or key in _searched or torch.cuda.is_current_stream_capturing():
+        return config
+    _searched.add(key)
+    _search(key, x, b)
+    return lookup(key)[0]
+
+
+def _search(key: str, x: torch.Tensor, b: torch.Tensor) -> None:
+    # The tuner is a user of the op, not a part of it: imported only where somebody asked for a search.
+    from tilegym_mamba2.backends.cutile.forward import mamba2_chunk_forward
+    from tilegym_mamba2.bench import tune
+    from tilegym_mamba2.spec import Mamba2ProblemSpec
+
+    batch, tokens, heads, head_size = x.shape
+    groups, state_size = b.shape[2:]
+    spec = Mamba2ProblemSpec(
+        batch, tokens, groups, heads, state_size, head_size, 64, x.dtype, torch.float32, decay="slow"
+    )
+    logger.warning("searching a configuration for %s (%s=search); this takes up to 3 minutes", key, TUNE_ENV)
+    try:
+        result = tune.search(
+            key, spec, device=x.device, tuning=sys.modules[__name__], op=mamba2_chunk_forward
+        )
+    except RuntimeError as error:
+        logger.warning("no configuration was found for %s: %s", key, error)
+        return
+    tune.save(sys.modules[__name__], key.split("/", 1)[0], result, torch.cuda.get_device_name(x.device))
 
 
 def lookup(key: str) -> tuple[ForwardConfig, str]:
