@@ -25,7 +25,7 @@ from rich.table import Table
 
 from tilegym_mamba2 import registry, validate
 from tilegym_mamba2.backends.cutile import forward as cutile
-from tilegym_mamba2.backends.cutile import launch as launching
+from tilegym_mamba2.backends.cutile import launch as launcher
 from tilegym_mamba2.bench import environment, timing
 from tilegym_mamba2.spec import SPECS
 
@@ -63,11 +63,11 @@ def host_us(call: Callable[[], Any]) -> tuple[float, float]:
 def recorded(call: Callable[[], Any]) -> list[Any]:
     """The launches of a call, which are not run."""
     launches: list[Any] = []
-    run, launching.run = launching.run, lambda items, device: launches.extend(items)
+    run, launcher.run = launcher.run, lambda items, device: launches.extend(items)
     try:
         call()
     finally:
-        launching.run = run
+        launcher.run = run
     return launches
 
 
@@ -87,11 +87,11 @@ def breakdown(inputs: dict[str, Any]) -> list[Row]:
         "plan key and look-up": lambda: cutile._plan_of(*tensors),
     }
     rows = [("parts", name, *host_us(part)) for name, part in parts.items()]
-    run, launching.run = launching.run, lambda items, device: None
+    run, launcher.run = launcher.run, lambda items, device: None
     try:
         rows.append(("parts", "whole call without ct.launch", *host_us(call)))
     finally:
-        launching.run = run
+        launcher.run = run
     rows.append(("parts", "stream handle", *host_us(lambda: torch._C._cuda_getCurrentRawStream(0))))
     rows.append(("parts", "current device", *host_us(torch.cuda.current_device)))
     for item in launches:
