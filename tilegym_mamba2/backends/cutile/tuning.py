@@ -138,11 +138,15 @@ def config_for(x: torch.Tensor, b: torch.Tensor) -> ForwardConfig:
     config, source = lookup(key)
     if source in ("override", "user table", "shipped table") or tune_mode() != "search":
         return config
-    if x.device.type != "cuda" or key in _searched or torch.cuda.is_current_stream_capturing():
+    if key in _searched or not _may_search(x.device):
         return config
     _searched.add(key)
     _search(key, x, b)
     return lookup(key)[0]
+
+
+def _may_search(device: torch.device) -> bool:
+    return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
 
 
 def _search(key: str, x: torch.Tensor, b: torch.Tensor) -> None:
