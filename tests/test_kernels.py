@@ -20,6 +20,7 @@ from tilegym_mamba2.backends.cutile import forward, tuning
 from tilegym_mamba2.backends.cutile.kernels.chunk_cumsum import chunk_rows
 from tilegym_mamba2.backends.cutile.tuning import ForwardConfig
 from tilegym_mamba2.budgets import budget_for, relative_error
+from tilegym_mamba2.errors import BackendUnavailable
 from tilegym_mamba2.reference import float64_reference
 from tilegym_mamba2.spec import SPECS, Mamba2ProblemSpec
 
@@ -406,6 +407,30 @@ def test_without_tokens_the_state_is_copied_or_zero(host_work) -> None:
     assert torch.equal(results["final_state"], inputs["init_state"]) and copied == {"copy_": 1}
     results, copied = host_work(inputs | {"init_state": None})
     assert not results["final_state"].any() and copied == {"zero_": 1}
+
+
+@pytest.mark.parametrize("sizes", [{"num_tokens": 0}, {"head_size": 1}, {"state_size": 1}], ids=str)
+def test_gaps_in_the_last_axis_of_what_counts_as_contiguous(sizes: dict[str, int]) -> None:
+    # For torch the stride of an axis of one counts for nothing, nor does any where there is no element.
+    spec = replace(BASE, num_groups=2, **sizes)
+    inputs = draw(spec)
+    expected = float64_reference(inputs)
+    for name in ("x", "b", "c"):
+        shape, stride = inputs[name].shape, inputs[name].stride()
+        if shape[-1] == 1 or not shape[1]:
+            inputs[name] = inputs[name].as_strided(shape, (*stride[:-1], 2))
+            assert inputs[name].is_contiguous() and inputs[name].stride(-1) == 2
+    for output, got in run(inputs).items():
+        assert_close(output, got, expected[output], spec)
+
+
+def test_warmup_refuses_what_it_cannot_compile() -> None:
+    with pytest.raises(ValueError, match=r"spec must be a name in tilegym_mamba2.SPECS, got 'nix'"):
+        forward.warmup("nix")
+    with pytest.raises(TypeError, match="spec must be a Mamba2ProblemSpec or the name of one, got int"):
+        forward.warmup(3)
+    with pytest.raises(BackendUnavailable, match="warmup: backend 'cutile' cannot run on xpu"):
+        forward.warmup(BASE, "xpu")
 
 
 def test_the_mode_sees_a_computation() -> None:

@@ -21,7 +21,10 @@ from typing import Any
 
 import torch
 
+from tilegym_mamba2.errors import BackendUnavailable
+
 from . import tuning
+from .availability import available
 from .kernels import chunk_cumsum as _cumsum
 from .kernels import compute_out as _out
 from .kernels import fwd_pass_state as _states
@@ -377,7 +380,8 @@ def out_step(
 
 
 def _last_contiguous(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+    # Not `contiguous`: what has no element, or one in its last dimension, counts as that at any stride.
+    return tensor if tensor.stride(-1) == 1 else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _without_tokens(final: torch.Tensor, init_state: torch.Tensor | None) -> None:
@@ -526,12 +530,21 @@ def warmup(spec: Any, device: torch.device | str | None = None) -> None:
     spec: a Mamba2ProblemSpec or the name of one. Over T there are two forms of each kernel, T a multiple of
     16 or not: both are compiled, on `device` (default: the current GPU), by running the spec's sizes on
     zeros. a and d are taken to be float32.
+
+    Raises ValueError or TypeError for what is no spec, BackendUnavailable where the kernels cannot run.
     """
-    from tilegym_mamba2.spec import SPECS
+    from tilegym_mamba2.spec import SPECS, Mamba2ProblemSpec
 
     if isinstance(spec, str):
+        if spec not in SPECS:
+            raise ValueError(f"spec must be a name in tilegym_mamba2.SPECS, got {spec!r}")
         spec = SPECS[spec]
+    elif not isinstance(spec, Mamba2ProblemSpec):
+        raise TypeError(f"spec must be a Mamba2ProblemSpec or the name of one, got {type(spec).__name__}")
     device = torch.device("cuda" if device is None else device)
+    ok, reason = available(device)
+    if not ok:
+        raise BackendUnavailable(f"warmup: backend 'cutile' cannot run on {device}: {reason}")
     dtype, batch = spec.dtype, spec.batch_size
     heads, head_size, groups, state_size = spec.num_heads, spec.head_size, spec.num_groups, spec.state_size
     aligned = max(16, spec.num_tokens // 16 * 16)
