@@ -244,6 +244,14 @@ def test_module_that_cannot_be_imported_at_the_first_call(modules, toml):
     assert not ok and "no_such_dependency" in reason
 
 
+def test_module_that_raises_when_imported_takes_one_row_of_the_status(modules, toml):
+    name = modules("raising_backend", "raise OSError('no licence')\ndef f(*args): ...\n")
+    tilegym_mamba2.register(toml(f'schema = 1\n[ops.{FORWARD}.backends]\nraising = "{name}:f"\n'))
+    status = registry.backend_status(FORWARD)
+    assert status["raising"] == (False, f"{name}:f: OSError: no licence")
+    assert status["torch"] == (True, "ready")
+
+
 # ---- registration
 
 

@@ -39,6 +39,7 @@ def test_fields_start_in_the_published_order() -> None:
         ({"num_groups": 3}, "num_groups must divide num_heads, got num_groups=3, num_heads=4"),
         ({"dtype": torch.int8}, "dtype must be one of torch.bfloat16, torch.float16, torch.float32"),
         ({"state_dtype": None}, "state_dtype must be one of torch.bfloat16"),
+        ({"dtype": []}, "dtype must be one of torch.bfloat16"),
         ({"decay": "fast"}, "decay must be one of published, slow, none, violent, got 'fast'"),
         ({"layout": "strided"}, "layout must be one of contiguous, sliced, got 'strided'"),
         ({"seed": -1}, "seed must be an integer of at least 0, got -1"),

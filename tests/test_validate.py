@@ -69,6 +69,12 @@ FORWARD_ERRORS = [
         ValueError,
         "G (from b) must divide H (from x), got G = 3 and H = 4",
     ),
+    ({"b": z(2, 16, 3, 32)}, ValueError, "G (from b) must divide H (from x), got G = 3 and H = 4"),
+    (
+        {"b": z(2, 3, 16, 32)},
+        ValueError,
+        "b must have shape (B, T, G, N) = (2, 16, 16, 32), got (2, 3, 16, 32)",
+    ),
     ({"x": z(2, 16, 4, 0)}, ValueError, "x must have P of at least 1, got shape (2, 16, 4, 0)"),
     ({"x": z(2, 16, 0, 8)}, ValueError, "x must have H of at least 1, got shape (2, 16, 0, 8)"),
     ({"b": z(2, 16, 0, 32)}, ValueError, "b must have G of at least 1, got shape (2, 16, 0, 32)"),
@@ -259,6 +265,18 @@ def test_the_fast_check_passes_only_what_the_careful_one_passes(changes, dtype):
     except (TypeError, ValueError):
         careful = None
     assert fast == careful
+
+
+def test_devices_without_autocast_are_checked_like_others():
+    with pytest.raises(ValueError, match="^a must be on meta like x, got cpu$"):
+        tilegym_mamba2.mamba2_chunk_forward(**forward_arguments(x=torch.zeros(2, 16, 4, 8, device="meta")))
+    arguments = {
+        name: value.to("meta") if torch.is_tensor(value) else value
+        for name, value in forward_arguments().items()
+    }
+    out, final_state = tilegym_mamba2.mamba2_chunk_forward(**arguments, backend="torch")
+    assert out.is_meta and out.shape == (2, 16, 4, 8)
+    assert final_state.is_meta and final_state.shape == (2, 4, 8, 32)
 
 
 def test_strides_do_not_matter():

@@ -106,7 +106,10 @@ def mamba2_chunk_scan(
 def _autocast(x: torch.Tensor, *others: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     """x, a, b, c, d, dt, init_state in the dtypes that autocast asks for; float64 is left alone."""
     tensors = (x, *others)
-    if not isinstance(x, torch.Tensor) or not torch.is_autocast_enabled(x.device.type):
+    try:
+        if not isinstance(x, torch.Tensor) or not torch.is_autocast_enabled(x.device.type):
+            return tensors
+    except RuntimeError:  # devices without autocast, such as "meta"
         return tensors
     if any(isinstance(t, torch.Tensor) and t.dtype == torch.float64 for t in tensors):
         return tensors

@@ -334,6 +334,8 @@ def backend_status(op_name: str) -> dict[str, tuple[bool, str]]:
                 _load(entry, backend)
             except (BackendUnavailable, RegistryError) as error:
                 ok, reason = False, str(error)
+            except Exception as error:  # a user's module may raise anything; the other rows still stand
+                ok, reason = False, f"{entry.backends[backend]}: {type(error).__name__}: {error}"
         status[backend] = (ok, reason)
     return status
 

@@ -90,7 +90,7 @@ class Mamba2ProblemSpec:
             )
         for field in ("dtype", "state_dtype", "dt_dtype"):
             value = getattr(self, field)
-            if value not in DTYPE_NAMES and not (field == "dt_dtype" and value is None):
+            if value not in tuple(DTYPE_NAMES) and not (field == "dt_dtype" and value is None):
                 raise ValueError(f"{field} must be one of {_names(DTYPE_NAMES)}, got {value!r}")
         for field, known in (("decay", DECAYS), ("layout", LAYOUTS)):
             if getattr(self, field) not in known:

@@ -191,8 +191,9 @@ def _check_shapes(given: dict[str, torch.Tensor]) -> Dims:
         expected = tuple(sizes[dim] for dim in _LAYOUTS[name])
         if tuple(tensor.shape) != expected:
             _wrong_shape(name, expected, tensor)
-    if sizes["H"] % sizes["G"]:
-        raise ValueError(f"G (from b) must divide H (from x), got G = {sizes['G']} and H = {sizes['H']}")
+        # Before c is held against b's G: with a wrong b, c is not to blame.
+        if name == "b" and sizes["H"] % sizes["G"]:
+            raise ValueError(f"G (from b) must divide H (from x), got G = {sizes['G']} and H = {sizes['H']}")
     return Dims(**sizes)
 
 
