@@ -214,7 +214,8 @@ def run_launch(grid, kernel, args, *, outputs, seed) -> None:
     x, y, z = run.grid
     numbers = list(range(x * y * z))
     random.Random(seed).shuffle(numbers)
-    with torch.no_grad(), _disable_current_modes(), _exact_float32_products(), mode.as_current():
+    exact = (torch.autocast("cpu", enabled=False), _exact_float32_products())
+    with torch.no_grad(), _disable_current_modes(), exact[0], exact[1], mode.as_current():
         for n in numbers:
             run.block = (n % x, n // x % y, n // (x * y))
             run.me = n + 1

@@ -364,21 +364,23 @@ class _Builder:
         self.tile_n = min(tile_of(self.state_size), config.state_tile_n)
         self.n_tiles = math.ceil(self.state_size / self.tile_n)
 
-    def _state_step(self, kernel: Any, segments: int, flags: tuple[Any, ...]) -> Step:
+    def _state_step(self, kernel: Any, segments: int, occupancy: int, flags: tuple[Any, ...]) -> Step:
         config = self.config
-        hints = (("occupancy", config.state_occupancy), ("num_worker_warps", config.state_warps))
+        hints = (("occupancy", occupancy), ("num_worker_warps", config.state_warps))
         grid = (self.batch * segments * self.p_tiles * self.heads, self.n_tiles)
         constants = (self.sizes, config.tile_tokens, TILE_P, self.tile_n, self.precision)
         return Step(hinted(kernel, self.wide, hints), grid, (*constants, *flags, config.state_latency))
 
     def segment_dstates(self) -> Step:
-        return self._state_step(_states.segment_dstates, self.sizes[1] - 1, ())
+        return self._state_step(_states.segment_dstates, self.sizes[1] - 1, self.config.segment_occupancy, ())
 
     def tile_states(self, has_entry: bool) -> Step:
-        return self._state_step(_states.tile_states, self.sizes[1], (has_entry,))
+        return self._state_step(_states.tile_states, self.sizes[1], self.config.state_occupancy, (has_entry,))
 
     def tile_dstates(self, has_exit: bool, write_dinit: bool) -> Step:
-        return self._state_step(_states.tile_dstates, self.sizes[1], ((has_exit, write_dinit),))
+        return self._state_step(
+            _states.tile_dstates, self.sizes[1], self.config.state_occupancy, ((has_exit, write_dinit),)
+        )
 
     def pass_dstates(self, has_dfinal: bool) -> Step:
         config = self.config

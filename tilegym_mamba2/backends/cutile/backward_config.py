@@ -32,6 +32,7 @@ class BackwardConfig:
     part_blocks: int = 132
     rows_heads: int = 8
     state_tile_n: int = 128
+    segment_occupancy: int = 2
     state_occupancy: int = 2
     state_warps: int = 4
     state_latency: int = 3

@@ -1,0 +1,205 @@
+"""The backward of the cutile backend: any configuration, any subset of gradients, and the same bits always.
+
+Runs through the tile interpreter on the CPU, and on the device with `-m gpu`. Parity with float64 over all
+specs is in `tests/ops/test_mamba2.py`.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tilegym_mamba2 import interpreter, mamba2_chunk_backward, registry
+from tilegym_mamba2.backends.cutile import backward
+from tilegym_mamba2.backends.cutile.backward_config import BackwardConfig
+from tilegym_mamba2.budgets import check
+from tilegym_mamba2.spec import SPECS, Mamba2ProblemSpec
+
+OP = "mamba2_chunk_backward"
+NAMES = ("x", "a", "b", "c", "d", "dt", "init_state")
+ARGUMENTS = (*NAMES, "dout", "dfinal_state")
+PLACES = [pytest.param("cpu", id="interpreter"), pytest.param("cuda", id="gpu", marks=pytest.mark.gpu)]
+every_place = pytest.mark.parametrize("device", PLACES)
+BASE = replace(SPECS["fp32-slow"], batch_size=1, num_tokens=150, num_heads=6, head_size=16, state_size=32)
+
+
+@lru_cache(maxsize=16)
+def sample(spec: Mamba2ProblemSpec, device: str) -> dict[str, Any]:
+    return spec.get_sample_inputs(device=device)
+
+
+@contextlib.contextmanager
+def running(device: str) -> Iterator[None]:
+    with interpreter.interpret() if device == "cpu" else contextlib.nullcontext():
+        yield
+
+
+def gradients(
+    inputs: dict[str, Any], needed: tuple[bool, ...] = (True,) * 7, **changes: Any
+) -> dict[str, Any]:
+    arguments = inputs | changes
+    with running(inputs["x"].device.type):
+        results = backward.gradients(*(arguments[name] for name in ARGUMENTS), needed)
+    return dict(zip(registry.ops()[OP].outputs, results, strict=True))
+
+
+def assert_right(spec: Mamba2ProblemSpec, results: dict[str, Any], references: dict[str, Any]) -> None:
+    verdicts = check(registry.ops()[OP], results, references, dtype=spec.dtype, decay=spec.decay)
+    broken = [f"{v.output}: {v.error:.3e} > {v.budget:.3e}" for v in verdicts if not v.ok]
+    assert not broken, "; ".join(broken)
+
+
+def same(first: dict[str, Any], second: dict[str, Any]) -> bool:
+    return all(
+        first[k] is second[k] or torch.equal(first[k], second[k]) for k in first if first[k] is not None
+    )
+
+
+CONFIGS = {
+    "one segment": {"min_segment_tiles": 10**6},
+    "a segment a tile": {"min_segment_tiles": 1, "segment_blocks": 10**4},
+    "short last segment": {"min_segment_tiles": 2, "segment_blocks": 10**4},
+    "tiles of 32 tokens": {"tile_tokens": 32, "min_segment_tiles": 2},
+    "tiles of 128 tokens": {"tile_tokens": 128},
+    "a part a head": {"part_blocks": 10**4},
+    "two parts of a group": {"part_blocks": 18},
+    "narrow tiles of N": {"token_tile_n_max": 16, "group_tile_n_max": 16, "state_tile_n": 16},
+    "heads one by one": {"rows_heads": 1, "sum_tile": 16},
+}
+
+
+@every_place
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_configuration(device: str, name: str) -> None:
+    inputs = sample(BASE, device)
+    with BackwardConfig.override(replace(BackwardConfig(), token_occupancy=1, **CONFIGS[name])):
+        assert_right(BASE, gradients(inputs), inputs)
+
+
+def test_parts_and_segments_depend_on_no_batch_row(device: str = "cpu") -> None:
+    spec = replace(BASE, batch_size=3)
+    inputs = spec.get_sample_inputs(with_reference=False, device=device)
+    whole = gradients(inputs)
+    row = {n: v[1:2] if isinstance(v, torch.Tensor) and n not in ("a", "d") else v for n, v in inputs.items()}
+    alone = gradients(row)
+    for output in ("dx", "db", "dc", "ddt", "dinit_state"):
+        assert torch.equal(whole[output][1:2], alone[output])
+
+
+@every_place
+@pytest.mark.parametrize("name", ["bf16-slow", "heads-50"])
+def test_the_same_bits_every_time(device: str, name: str) -> None:
+    # The interpreter shuffles the blocks, the GPU does so by itself.
+    inputs = sample(SPECS[name], device)
+    first = gradients(inputs)
+    for _ in range(2 if device == "cpu" else 10):
+        assert same(first, gradients(inputs))
+
+
+@every_place
+def test_only_what_is_needed(device: str) -> None:
+    inputs = sample(BASE, device)
+    whole = gradients(inputs)
+    for wanted in (("x",), ("a",), ("b",), ("c", "init_state"), ("d", "dt"), ("init_state",), ()):
+        some = gradients(inputs, tuple(name in wanted for name in NAMES))
+        for name in NAMES:
+            if name in wanted:
+                assert torch.equal(some[f"d{name}"], whole[f"d{name}"])
+            else:
+                assert some[f"d{name}"] is None
+
+
+@pytest.mark.parametrize("silent", ["dout", "dfinal_state"])
+def test_none_is_zero(silent: str) -> None:
+    inputs = sample(BASE, "cpu")
+    zero = torch.zeros_like(inputs[silent])
+    assert same(gradients(inputs, **{silent: None}), gradients(inputs, **{silent: zero}))
+
+
+def test_gradients_of_any_layout() -> None:
+    inputs = sample(BASE, "cpu")
+    one = torch.ones((), dtype=inputs["x"].dtype)
+    plain = gradients(inputs, dout=torch.ones_like(inputs["x"]))
+    assert same(gradients(inputs, dout=one.expand(inputs["x"].shape)), plain)
+    row = torch.ones(inputs["x"].shape[-1])
+    assert same(gradients(inputs, dout=row.expand(inputs["x"].shape)), plain)
+    moved = inputs["dout"].transpose(1, 3).contiguous().transpose(1, 3)
+    turned = inputs["dfinal_state"].transpose(2, 3).contiguous().transpose(2, 3)
+    assert same(gradients(inputs, dout=moved, dfinal_state=turned), gradients(inputs))
+
+
+def test_unwritten_scratch_is_never_read() -> None:
+    # In deterministic mode torch.empty is full of NaN.
+    inputs = sample(SPECS["ragged"], "cpu")
+    torch.use_deterministic_algorithms(True)
+    try:
+        results = gradients(inputs)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not any(result.isnan().any() for result in results.values())
+    assert same(results, gradients(inputs))
+
+
+class _Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_torch_computes_nothing() -> None:
+    inputs = sample(SPECS["bf16-slow"], "cpu")
+    with _Seen() as seen:
+        gradients(inputs)
+    # Fresh memory is filled with NaN in tests.
+    assert seen.names <= {"empty", "empty_like", "fill_", "unsqueeze", "detach", "view", "alias"}
+
+
+@every_place
+def test_no_tokens(device: str) -> None:
+    inputs = sample(SPECS["no-tokens"], device)
+    results = gradients(inputs)
+    assert torch.equal(results["dinit_state"], inputs["dfinal_state"])
+    assert not any(results[f"d{name}"].any() for name in NAMES[:-1])
+    silent = gradients(inputs, dfinal_state=None)
+    assert not silent["dinit_state"].any()
+
+
+def test_float64_states_are_refused() -> None:
+    inputs = sample(BASE, "cpu")
+    arguments = [inputs[name] for name in ARGUMENTS]
+    with interpreter.interpret(), pytest.raises(TypeError, match="no float64 states"):
+        mamba2_chunk_backward(*arguments, state_dtype=torch.float64, backend="cutile")
+
+
+@pytest.mark.gpu
+def test_inside_a_cuda_graph() -> None:
+    inputs = sample(SPECS["bf16-slow"], "cuda")
+    expected = gradients(inputs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = gradients(inputs)
+    for result in captured.values():
+        result.zero_()
+    graph.replay()
+    assert same(captured, expected)
+
+
+@pytest.mark.gpu
+def test_flat_memory_over_steps() -> None:
+    inputs = sample(SPECS["bf16-slow"], "cuda")
+    gradients(inputs)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for _ in range(50):
+        gradients(inputs)
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() == before

@@ -1,0 +1,135 @@
+"""Kernels of the backward broken on purpose: a small problem through the interpreter has to notice each."""
+
+import importlib
+import sys
+import types
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import pytest
+
+from tilegym_mamba2 import interpreter, registry
+from tilegym_mamba2.backends.cutile import backward
+from tilegym_mamba2.backends.cutile.backward_config import BackwardConfig
+from tilegym_mamba2.budgets import check
+from tilegym_mamba2.spec import SPECS
+
+OP = "mamba2_chunk_backward"
+KERNELS = "tilegym_mamba2.backends.cutile.kernels"
+ARGUMENTS = ("x", "a", "b", "c", "d", "dt", "init_state", "dout", "dfinal_state")
+# Segments of three and two tiles of 32 tokens, the last one short; two groups of two heads; P ≠ N.
+SPEC = replace(SPECS["fp32-slow"], batch_size=1, num_tokens=150, head_size=16, state_size=32)
+CONFIG = BackwardConfig(tile_tokens=32, min_segment_tiles=2, segment_blocks=10**4)
+
+# name: (module of the kernel, what its source says, what it says instead, in which module)
+MUTATIONS = {
+    "heads take groups in turns": (
+        "bwd_tiles",
+        "group * heads_per_group + offset",
+        "num_groups * offset + group",
+    ),
+    "the causal mask is off by one": ("bwd_tiles", "ct.float32), tokens)", "ct.float32), tokens // 2)"),
+    "dx forgets dt": ("bwd_tokens", "du * dt + dy_wide * skip", "du + dy_wide * skip"),
+    "dx forgets the skip term": ("bwd_tokens", "du * dt + dy_wide * skip", "du * dt"),
+    "the decay feels the diagonal once": (
+        "bwd_tokens",
+        "earlier + ct.sum(moved_t, axis=1, keepdims=True)",
+        "earlier + ct.sum(dweights_t * weights_t * dt, axis=1, keepdims=True)",
+    ),
+    "v decays from the tile's start": ("bwd_tokens", "v = v * until_exit", "v = v * across"),
+    "the state's gradient does not decay": (
+        "bwd_states",
+        "dstate * last_of_row(rows_tile, ROW_EXP_G)",
+        "dstate",
+    ),
+    "the walk back goes forwards": ("bwd_states", "tile = first + count - 1 - k", "tile = first + k"),
+    "dfinal_state is dropped": ("bwd_states", "if HAS_DFINAL:", "if False:"),
+    "local gradients decay with the whole segment": (
+        "bwd_states",
+        "row(rows_tile, ROW_EXP_G) * earlier_decay",
+        "row(rows_tile, ROW_EXP_G)",
+    ),
+    "every segment writes dinit_state": ("bwd_states", "if segment == 0:", "if segment >= 0:"),
+    "the last segment counts as full": (
+        "bwd_states",
+        "ct.minimum(tiles_per_segment, num_tiles - first)",
+        "tiles_per_segment + 0 * num_tiles",
+    ),
+    "dc weighs with the way to the exit": (
+        "bwd_groups",
+        "since_entry = row(rows_tile, ROW_EXP_G)",
+        "since_entry = row(rows_tile, ROW_STATE_WEIGHT)",
+    ),
+    "dc takes dS transposed": ("bwd_groups", "dscores_t.transpose()", "dscores_t"),
+    "the last head of a group is left out": (
+        "bwd_groups",
+        "for k in range(count):",
+        "for k in range(count - 1):",
+    ),
+    "the decay's sum runs forwards": ("bwd_decay", "reverse=True", "reverse=False"),
+    "a token carries itself": ("bwd_decay", "ct.maximum(tokens - 1, 0)", "tokens"),
+    "the states' overlap is dropped": (
+        "bwd_decay",
+        "ct.cumsum(before, axis=1) + across",
+        "ct.cumsum(before, axis=1)",
+    ),
+    "da forgets dt": ("bwd_decay", "ct.sum(moved * dt, axis=1)", "ct.sum(moved, axis=1)"),
+}
+# Importers come after what they import, to see its mutant.
+MODULES = ("bwd_tiles", "bwd_states", "bwd_tokens", "bwd_groups", "bwd_decay")
+HOST_NAMES = {
+    "bwd_states": "_states",
+    "bwd_tokens": "_tokens",
+    "bwd_groups": "_groups",
+    "bwd_decay": "_decay",
+}
+
+
+@lru_cache(maxsize=1)
+def problem() -> dict[str, Any]:
+    return SPEC.get_sample_inputs(device="cpu")
+
+
+def broken_outputs() -> list[str]:
+    """The gradients that miss their budget; an error of the interpreter counts as all."""
+    inputs = problem()
+    backward._plans.clear()
+    entry = registry.ops()[OP]
+    try:
+        with interpreter.interpret(), BackwardConfig.override(CONFIG):
+            results = backward.mamba2_chunk_backward(*(inputs[name] for name in ARGUMENTS))
+    except interpreter.InterpreterError:
+        return list(entry.outputs)
+    finally:
+        backward._plans.clear()
+    named = dict(zip(entry.outputs, results, strict=True))
+    verdicts = check(entry, named, inputs, dtype=SPEC.dtype, decay=SPEC.decay)
+    return [verdict.output for verdict in verdicts if not verdict.ok]
+
+
+def mutate(monkeypatch: pytest.MonkeyPatch, module: str, before: str, after: str) -> None:
+    """Runs the kernels' modules again with one text replaced, and hands the new kernels to the host side."""
+    for name in MODULES[MODULES.index(module) :] if module == "bwd_tiles" else (module,):
+        original = importlib.import_module(f"{KERNELS}.{name}")
+        source = original.__spec__.loader.get_source(original.__name__)
+        if name == module:
+            assert before in source, f"{module} no longer says {before!r}"
+            source = source.replace(before, after)
+        mutant = types.ModuleType(original.__name__)
+        mutant.__package__, mutant.__file__ = original.__package__, original.__file__
+        # The new module stands in for the old one while later ones import it.
+        monkeypatch.setitem(sys.modules, original.__name__, mutant)
+        exec(compile(source, original.__file__, "exec"), mutant.__dict__)
+        if name in HOST_NAMES:
+            monkeypatch.setattr(backward, HOST_NAMES[name], mutant)
+
+
+def test_whole_kernels_keep_their_budgets() -> None:
+    assert broken_outputs() == []
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_broken_kernels_are_caught(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    mutate(monkeypatch, *MUTATIONS[name])
+    assert broken_outputs()
