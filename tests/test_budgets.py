@@ -111,6 +111,15 @@ def test_states_stored_coarsely_get_their_rounding() -> None:
     assert budget_for(ENTRY, "out", BF16, "slow", ref, BF16) == 3e-3
 
 
+def test_float32_states_of_float64_problems_get_their_rounding() -> None:
+    entry = registry.ops()["mamba2_chunk_forward"]
+    ref = large()
+    budget = budget_for(entry, "final_state", torch.float64, "slow", ref, torch.float32)
+    assert budget == pytest.approx(relative_error(ref.float(), ref))
+    assert budget_for(entry, "final_state", torch.float64, "slow", ref, torch.float64) == 1e-12
+    assert budget_for(entry, "final_state", torch.float64, "slow", ref) == 1e-12
+
+
 def test_a_result_beyond_fp16_gives_no_licence() -> None:
     entry = SimpleNamespace(name="op", outputs=("final_state",), budgets={"float16": {"final_state": 1e-3}})
     ref = torch.full((4,), 1e6, dtype=torch.float64)

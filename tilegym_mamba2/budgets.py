@@ -66,7 +66,8 @@ def budget_for(
     """The largest `relative_error` that an output may have.
 
     It is the stated budget, and for small results 1.5 times the error of rounding the exact result to x's
-    dtype on top. A state or gradient that is stored coarser than float32 gets the error of that rounding too.
+    dtype on top. A state or gradient that is stored coarser than float32 (for float64 x, than that) gets the
+    error of that rounding too.
 
     Args:
         entry: the op's registry entry, whose `budgets` map dtype names to outputs to numbers.
@@ -75,7 +76,8 @@ def budget_for(
         decay: the spec's; anything but "published" means zero-mean inputs. None, for inputs of unknown kind,
             takes the widest of the variants.
         ref: the float64 result.
-        output_dtype: what it was rounded to; by default x's dtype for `out, dx, db, dc`, else float32.
+        output_dtype: what it was rounded to; by default x's dtype for `out, dx, db, dc` and for
+            float64, else float32.
 
     Raises:
         KeyError: the op has no budget for this output and dtype.
@@ -84,8 +86,9 @@ def budget_for(
         return ZERO_TOLERANCE
     budget = _stated_budget(entry, output, dtype, decay)
     like_x = output in _OUTPUTS_LIKE_X
-    output_dtype = output_dtype or (dtype if like_x else torch.float32)
-    if not like_x and output_dtype.itemsize < torch.float32.itemsize:
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    output_dtype = output_dtype or (dtype if like_x else exact)
+    if not like_x and output_dtype.itemsize < exact.itemsize:
         # Roundings are independent of what was wrong before: the squares add.
         budget = math.hypot(budget, relative_error(ref.to(output_dtype), ref))
     if ref.numel() < AVERAGING_ELEMENTS:
