@@ -3,10 +3,12 @@
 What the op as a whole must do on every backend is in `ops/test_mamba2.py`.
 """
 
+import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -296,6 +298,55 @@ def test_split_and_carry(config: str, split: int) -> None:
     expected = float64_reference(inputs)
     assert_close("out", torch.cat([first["out"], second["out"]], dim=1), expected["out"], BASE)
     assert_close("final_state", second["final_state"], expected["final_state"], BASE)
+
+
+SOUND_KEY = "sm_90/bfloat16/P32/N32/H2/T128"
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        [],
+        {SOUND_KEY: {"config": []}},
+        {SOUND_KEY: {"config": None}},
+        {SOUND_KEY.replace("H2", "H0"): {"config": {}}},
+        *(
+            {SOUND_KEY: {"config": {name: value}}}
+            for name, value in (
+                ("tile_tokens", 0),
+                ("tile_tokens", 48),
+                ("tile_tokens", 2**20),
+                ("min_segment_tiles", 0),
+                ("rows_heads", 3),
+                ("out_tile_n", 8),
+                ("pass_tile_p", 0),
+                ("out_latency", 11),
+                ("out_warps", 3),
+                ("out_occupancy", 0),
+                ("chained", 2),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_a_table_that_would_break_the_call_is_ignored(
+    entries: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(tuning.CACHE_ENV, str(tmp_path))
+    tuning.user_table_path("sm_90").write_text(json.dumps({"schema": tuning.SCHEMA, "entries": entries}))
+    forward._plans.clear()
+    inputs = draw(BASE)
+    expected = float64_reference(inputs)
+    for output, got in run(inputs).items():
+        assert_close(output, got, expected[output], BASE)
+    assert "ignoring the tuning table" in caplog.text
+
+
+def test_every_value_that_the_tuner_tries_may_stand_in_a_table() -> None:
+    for key in (SOUND_KEY, "sm_90/float32/P64/N256/H64/T16384", "sm_100/bfloat16/P64/N128/H8/T1024"):
+        for config in tuning.candidates(key):
+            values = vars(config)
+            tuning._checked({"schema": tuning.SCHEMA, "entries": {key: {"config": values}}}, Path("table"))
 
 
 # ---- layouts: read in place, and the documented copies

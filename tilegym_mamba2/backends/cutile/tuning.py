@@ -31,7 +31,7 @@ TUNE_ENV = "TILEGYM_MAMBA2_TUNE"
 CACHE_ENV = "TILEGYM_MAMBA2_CACHE_DIR"
 # Architectures that use another's table: same generation, same instructions.
 _TABLE_OF = {"sm_103": "sm_100", "sm_121": "sm_120", "sm_86": "sm_80", "sm_87": "sm_80", "sm_89": "sm_80"}
-_KEY = re.compile(r"(sm_\d+)/(\w+)/P(\d+)/N(\d+)/H(\d+)/T(\d+)")
+_KEY = re.compile(r"(sm_\d+)/(\w+)/P([1-9]\d*)/N([1-9]\d*)/H([1-9]\d*)/T([1-9]\d*)")
 
 logger = logging.getLogger("tilegym_mamba2")
 
@@ -311,7 +311,7 @@ def user_table(arch: str) -> dict[str, Any]:
 def _read_user_table(path: Path, modified: int) -> dict[str, Any]:
     try:
         return _checked(json.loads(path.read_text()), path)["entries"]
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         logger.warning("ignoring the tuning table %s: %s", path, error)
         return {}
 
@@ -320,15 +320,35 @@ def _checked(table: Any, path: Path) -> dict[str, Any]:
     if not isinstance(table, dict) or table.get("schema") != SCHEMA:
         found = table.get("schema") if isinstance(table, dict) else type(table).__name__
         raise ValueError(f"schema {found!r}, expected {SCHEMA}")
-    fields = {field.name for field in dataclasses.fields(ForwardConfig)}
-    configs = [entry["config"] for entry in table["entries"].values()] + [table.get("defaults", {})]
-    for config in configs:
-        wrong = [f"{k}={v!r}" for k, v in config.items() if k not in fields or type(v) is not int or v < 0]
+    for config in [entry["config"] for entry in table["entries"].values()] + [table.get("defaults", {})]:
+        wrong = [f"{name}={value!r}" for name, value in config.items() if not _allowed(name, value)]
         if wrong:
-            raise ValueError(f"not a field of ForwardConfig with a whole number: {', '.join(wrong)}")
+            raise ValueError(f"not a field of ForwardConfig with a whole number it takes: {', '.join(wrong)}")
     for key in table["entries"]:
         _parse(key)
     return {"measured": True, "defaults": {}} | table
+
+
+# By the end of a field's name: its smallest and largest value, and whether it must be a power of two.
+_LIMITS = {
+    "tile_tokens": (16, 256, True),
+    "tile_n": (16, 1024, True),
+    "tile_p": (1, 64, True),
+    "rows_heads": (1, 256, True),
+    "warps": (1, 32, True),
+    "occupancy": (1, 32, False),
+    "latency": (1, 10, False),
+    "chained": (0, 1, False),
+}
+
+
+def _allowed(name: str, value: Any) -> bool:
+    """Whether a field of ForwardConfig may have the value: another would fail in the middle of a call."""
+    if name not in ForwardConfig.__dataclass_fields__ or type(value) is not int:
+        return False
+    limits = (limits for end, limits in _LIMITS.items() if name.endswith(end))
+    least, most, power = next(limits, (1, 2**31, False))
+    return least <= value <= most and not (power and value & (value - 1))
 
 
 def save_user_entries(arch: str, entries: Mapping[str, Any]) -> None:
