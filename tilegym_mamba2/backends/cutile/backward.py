@@ -148,14 +148,11 @@ def _state_launches(
     plan: _Plan, scratch: _Scratch, x: torch.Tensor, b: torch.Tensor, init_state: Optional
 ) -> list[Launch]:
     launches = []
-    entries = scratch.entry_states if init_state is None else init_state.unsqueeze(2)
-    init_view = entries
-    if plan.pass_states is not None:
-        entries, decay = scratch.empty("segments"), scratch.empty("segment_decay")
-        if plan.segment_states is not None:
-            launches.append(plan.segment_states.launch((x, b, scratch.rows, entries, decay)))
-        init_view = entries if init_state is None else init_view
-        launches.append(plan.pass_states.launch((entries, decay, init_view, entries)))
+    entries, decay = scratch.empty("segments"), scratch.empty("segment_decay")
+    if plan.segment_states is not None:
+        launches.append(plan.segment_states.launch((x, b, scratch.rows, entries, decay)))
+    init_view = entries if init_state is None else init_state.unsqueeze(2)
+    launches.append(plan.pass_states.launch((entries, decay, init_view, entries)))
     launches.append(plan.tile_states.launch((x, b, scratch.rows, entries, scratch.entry_states)))
     return launches
 
@@ -170,14 +167,11 @@ def _dstate_launches(
     dfinal_state: Optional,
 ) -> list[Launch]:
     launches = []
-    exits = scratch.dexit_states if dfinal_state is None else dfinal_state.unsqueeze(2)
-    dfinal_view = exits
-    if plan.pass_dstates is not None:
-        exits, decay = scratch.empty("segments"), scratch.empty("segment_decay")
-        if plan.segment_dstates is not None:
-            launches.append(plan.segment_dstates.launch((dout, c, scratch.rows, exits, decay)))
-        dfinal_view = exits if dfinal_state is None else dfinal_view
-        launches.append(plan.pass_dstates.launch((exits, decay, dfinal_view)))
+    exits, decay = scratch.empty("segments"), scratch.empty("segment_decay")
+    if plan.segment_dstates is not None:
+        launches.append(plan.segment_dstates.launch((dout, c, scratch.rows, exits, decay)))
+    dfinal_view = exits if dfinal_state is None else dfinal_state.unsqueeze(2)
+    launches.append(plan.pass_dstates.launch((exits, decay, dfinal_view)))
     outputs = {}
     dinit_view = scratch.dexit_states
     if init_state is not None:
@@ -285,7 +279,7 @@ def _make_plan(tensors: list[Optional], needed: tuple[bool, ...]) -> _Plan:
     tile = config.tile_tokens
     tiles = math.ceil(tokens / tile)
     forward = dataclasses.replace(
-        tuning.lookup(tuning.problem_key(x, b))[0],
+        tuning.default_config(tuning.problem_key(x, b)),
         tile_tokens=tile,
         segment_blocks=config.segment_blocks,
         min_segment_tiles=config.min_segment_tiles,
@@ -306,7 +300,8 @@ def _make_plan(tensors: list[Optional], needed: tuple[bool, ...]) -> _Plan:
         "tiles": (batch, heads, pad_count(tiles), head_size, state_size),
         "segments": (batch, heads, pad_count(segments), head_size, state_size),
         "segment_decay": (batch, heads, pad_count(segments)),
-        "parts": (batch, tokens, groups * parts, state_size),
+        # Never a multiple of 16, which would be another compilation.
+        "parts": (batch, tokens, groups * parts + (groups * parts % 16 == 0), state_size),
     }
     plan.saved_dtype = torch.bfloat16 if x.dtype is torch.bfloat16 else torch.float32
     wide = needs_wide(tensors) or max(math.prod(shape) for shape in plan.shapes.values()) >= INT32_REACH
@@ -320,19 +315,15 @@ def _make_plan(tensors: list[Optional], needed: tuple[bool, ...]) -> _Plan:
         has_init = init_state is not None
         sizes = (tiles_per_segment * tile, segments - 1, heads // groups)
         options = (precision, False, has_init, False)
-        local, passed = state_steps(dims, sizes, options, forward, wide)
+        local, plan.pass_states = state_steps(dims, sizes, options, forward, wide)
         if segments > 1:
-            plan.segment_states, plan.pass_states = local, passed
-        elif has_init and init_state.dtype is not torch.float32:
-            # Only to read it as float32: another dtype would be another compilation of tile_states.
-            plan.pass_states = passed
-        plan.tile_states = builder.tile_states(segments > 1 or has_init)
-    has_dfinal = dfinal_state is not None
+            plan.segment_states = local
+        plan.tile_states = builder.tile_states()
     if segments > 1:
         plan.segment_dstates = builder.segment_dstates()
-    if segments > 1 or (has_dfinal and dfinal_state.dtype is not torch.float32):
-        plan.pass_dstates = builder.pass_dstates(has_dfinal)
-    plan.tile_dstates = builder.tile_dstates(segments > 1 or has_dfinal, init_state is not None)
+    # Also where there is one segment: the walks then read the same form of array, and compile once.
+    plan.pass_dstates = builder.pass_dstates(dfinal_state is not None)
+    plan.tile_dstates = builder.tile_dstates(init_state is not None)
     if for_tokens:
         plan.compute_dx = builder.compute_dx(groups, d is not None)
         plan.finish_dt = builder.finish_dt(d is not None)
@@ -374,12 +365,12 @@ class _Builder:
     def segment_dstates(self) -> Step:
         return self._state_step(_states.segment_dstates, self.sizes[1] - 1, self.config.segment_occupancy, ())
 
-    def tile_states(self, has_entry: bool) -> Step:
-        return self._state_step(_states.tile_states, self.sizes[1], self.config.state_occupancy, (has_entry,))
+    def tile_states(self) -> Step:
+        return self._state_step(_states.tile_states, self.sizes[1], self.config.state_occupancy, ())
 
-    def tile_dstates(self, has_exit: bool, write_dinit: bool) -> Step:
+    def tile_dstates(self, write_dinit: bool) -> Step:
         return self._state_step(
-            _states.tile_dstates, self.sizes[1], self.config.state_occupancy, ((has_exit, write_dinit),)
+            _states.tile_dstates, self.sizes[1], self.config.state_occupancy, (write_dinit,)
         )
 
     def pass_dstates(self, has_dfinal: bool) -> Step:

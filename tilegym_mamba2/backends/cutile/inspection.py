@@ -33,7 +33,7 @@ from cuda.tile.compilation import (
 
 from tilegym_mamba2.spec import SPECS, Mamba2ProblemSpec
 
-from . import forward, tuning
+from . import backward, backward_config, forward, tuning
 from .availability import find_program
 from .launch import Launch, recording
 
@@ -155,6 +155,23 @@ def published_launches(
         forward.compute_out(x, b, c, inputs["d"], dt, decay, states, **size)
 
     return _recorded(call, inputs, arch, config, precision)
+
+
+def backward_launches(
+    spec: Mamba2ProblemSpec, arch: str, precision: str = "highest", **changes: Any
+) -> list[Launch]:
+    """The launches of `mamba2_chunk_backward` on a GPU `arch`, in its default configuration there."""
+    inputs = meta_inputs(spec)
+    del inputs["chunk_size"]
+    inputs |= {"dout": torch.empty_like(inputs["x"]), "dfinal_state": torch.empty_like(inputs["init_state"])}
+    inputs |= changes
+    with _matmul_precision(precision):
+        x = inputs["x"]
+        config = backward_config.default_config(
+            arch, forward.precision_of(x.dtype), x.shape[2:], inputs["b"].shape[3]
+        )
+        with backward_config.BackwardConfig.override(config):
+            return _recorded(lambda: backward.mamba2_chunk_backward(**inputs), inputs, arch, None, precision)
 
 
 def meta_inputs(spec: Mamba2ProblemSpec) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from .tiles import (
     ROW_STATE_WEIGHT,
     ConstBool,
     ConstInt,
-    ConstTuple,
     decode_block,
     last_of_row,
     load_rows,
@@ -133,21 +132,18 @@ def tile_states(
     TILE_P: ConstInt,
     TILE_N: ConstInt,
     PRECISION: ConstInt,
-    HAS_ENTRY: ConstBool,
     LATENCY: ConstInt,
 ):
     """The state at the entry of every tile of one segment.
 
     Grid: (B · segments · ceil(P / TILE_P) · H, ceil(N / TILE_N)). sizes as in `segment_dstates`.
-    x (B, T, H, P), b (B, T, G, N), rows (4, B, H, ≥ tiles, L), segment_entries (B, H, ≥ segments, P, N), zero
-    unless HAS_ENTRY; writes entry_states (B, H, ≥ tiles, P, N).
+    x (B, T, H, P), b (B, T, G, N), rows (4, B, H, ≥ tiles, L), segment_entries (B, H, ≥ segments, P, N)
+    float32; writes entry_states (B, H, ≥ tiles, P, N).
     """
     batch, head, p_tile, segment, group, first, count = decode_segment(x, TILE_P, sizes, 0)
     n_tile = ct.bid(1)
-    state = ct.zeros((TILE_P, TILE_N), ct.float32)
-    if HAS_ENTRY:
-        index = (batch, head, segment, p_tile, n_tile)
-        state = load_state(segment_entries, index, (TILE_P, TILE_N), 1)
+    index = (batch, head, segment, p_tile, n_tile)
+    state = load_state(segment_entries, index, (TILE_P, TILE_N), 1)
     store_state(entry_states, (batch, head, first, p_tile, n_tile), state)
     for k in range(count - 1):
         tile = first + k
@@ -172,23 +168,20 @@ def tile_dstates(
     TILE_P: ConstInt,
     TILE_N: ConstInt,
     PRECISION: ConstInt,
-    FLAGS: ConstTuple,
+    WRITE_DINIT: ConstBool,
     LATENCY: ConstInt,
 ):
     """The gradient of the state at the exit of every tile of one segment, last tile first.
 
-    Grid: (B · segments · ceil(P / TILE_P) · H, ceil(N / TILE_N)). sizes as in `segment_dstates`. FLAGS:
-    (HAS_EXIT, WRITE_DINIT). dout (B, T, H, P), c (B, T, G, N), rows (4, B, H, ≥ tiles, L), segment_exits
-    (B, H, ≥ segments, P, N), zero unless HAS_EXIT; writes dexit_states (B, H, ≥ tiles, P, N) and, in the
-    first segment if WRITE_DINIT, dinit_state (B, H, 1, P, N).
+    Grid: (B · segments · ceil(P / TILE_P) · H, ceil(N / TILE_N)). sizes as in `segment_dstates`.
+    dout (B, T, H, P), c (B, T, G, N), rows (4, B, H, ≥ tiles, L), segment_exits (B, H, ≥ segments, P, N)
+    float32; writes dexit_states (B, H, ≥ tiles, P, N) and, in the first segment if WRITE_DINIT,
+    dinit_state (B, H, 1, P, N).
     """
-    HAS_EXIT, WRITE_DINIT = FLAGS
     batch, head, p_tile, segment, group, first, count = decode_segment(dout, TILE_P, sizes, 0)
     n_tile = ct.bid(1)
-    dstate = ct.zeros((TILE_P, TILE_N), ct.float32)
-    if HAS_EXIT:
-        index = (batch, head, segment, p_tile, n_tile)
-        dstate = load_state(segment_exits, index, (TILE_P, TILE_N), 1)
+    index = (batch, head, segment, p_tile, n_tile)
+    dstate = load_state(segment_exits, index, (TILE_P, TILE_N), 1)
     for k in range(count):
         tile = first + count - 1 - k
         store_state(dexit_states, (batch, head, tile, p_tile, n_tile), dstate)

@@ -1,0 +1,78 @@
+"""The backward's kernels as the compiler sees them, without a GPU: they compile, spill nothing, not often."""
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tilegym_mamba2.backends.cutile import inspection
+from tilegym_mamba2.backends.cutile.inspection import MODES, name_of, signature_of
+from tilegym_mamba2.spec import SPECS, Mamba2ProblemSpec
+
+PUBLISHED = SPECS["published"]
+OWN = (
+    "segment_dstates",
+    "pass_dstates",
+    "tile_states",
+    "tile_dstates",
+    "compute_dx",
+    "finish_dt",
+    "sum_heads",
+    "compute_dbc",
+)
+LARGE = ("tile_states", "compute_dx", "compute_dbc")
+# (arch, mode): the kernels of which no one may spill.
+NO_SPILLS = {
+    ("sm_90", "bf16"): OWN,
+    ("sm_90", "fp16"): OWN,
+    ("sm_100", "bf16"): LARGE,
+    ("sm_100", "fp16"): LARGE,
+}
+COMPILES = {
+    ("sm_80", "bf16"): LARGE,
+    ("sm_103", "bf16"): LARGE,
+    ("sm_120", "bf16"): LARGE,
+    ("sm_90", "fp32"): LARGE,
+}
+
+
+def launches(arch: str, mode: str, kernels: tuple[str, ...], spec: Mamba2ProblemSpec = PUBLISHED) -> list:
+    dtype, precision = MODES[mode]
+    found = inspection.backward_launches(replace(spec, dtype=dtype), arch, precision)
+    return [launch for launch in found if name_of(launch) in kernels]
+
+
+@pytest.mark.parametrize(("arch", "mode"), NO_SPILLS | COMPILES)
+def test_kernels_compile(arch: str, mode: str) -> None:
+    kernels = (NO_SPILLS | COMPILES)[arch, mode]
+    found = launches(arch, mode, kernels)
+    assert {name_of(launch) for launch in found} == set(kernels)
+
+    def compile_one(launch: inspection.Launch) -> inspection.Code:
+        return inspection.compiled(launch.kernel, signature_of(launch), arch)
+
+    with ThreadPoolExecutor(2) as pool:
+        codes = dict(zip(map(name_of, found), pool.map(compile_one, found), strict=True))
+    if (arch, mode) in NO_SPILLS:
+        assert {name: code.stack for name, code in codes.items() if code.stack} == {}
+    if arch == "sm_90":
+        # x, b, c and dout by the copy engine, products by the tensor cores.
+        assert all(codes[name].opcodes["UTMALDG"] and codes[name].opcodes["HGMMA"] for name in LARGE)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "sizes", [{}, {"batch_size": 1, "num_heads": 64, "num_groups": 8, "state_size": 256}]
+)
+def test_a_kernel_compiles_twice_over_all_lengths(sizes: dict[str, int], dtype: torch.dtype) -> None:
+    seen: dict[str, set[tuple[int, str]]] = {}
+    for tokens in (2, 16, 17, 64, 65, 200, 960, 1000, 1024, 4096, 16384, 16400, 100_001):
+        spec = replace(PUBLISHED, dtype=dtype, num_tokens=tokens, **sizes)
+        for launch in inspection.backward_launches(spec, "sm_90"):
+            symbol = signature_of(launch).symbol
+            seen.setdefault(name_of(launch), set()).add((id(launch.kernel), symbol))
+    allowed = dict.fromkeys(seen, 2)
+    # Short sequences cut a group's heads in parts, whose sums are float32.
+    allowed["compute_dbc"] = 4
+    assert {name: len(found) for name, found in seen.items() if len(found) > allowed[name]} == {}
