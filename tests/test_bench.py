@@ -480,6 +480,16 @@ def test_bench_refuses_with_a_reason(app, arguments, message):
     assert message in " ".join(result.output.replace("│", " ").split())
 
 
+@pytest.mark.parametrize(("option", "name"), [("--csv", "rows.csv"), ("--plot", "plots")])
+def test_bench_says_what_it_cannot_write(app, tmp_path, option, name):
+    rows, occupied = tmp_path / "rows.jsonl", tmp_path / "occupied"
+    report.append_rows(rows, sample_rows({"tilegym": 250.0, "cutile": 100.0}))
+    occupied.write_text("a file where a folder is needed")
+    result = invoke(app, "bench", "--from", rows, "--table", "none", option, occupied / name)
+    assert result.exit_code == 2, result.output
+    assert f"{option}:" in result.output and "cannot be written" in " ".join(result.output.split())
+
+
 def test_a_red_row_of_ours_fails_the_command(app, monkeypatch):
     monkeypatch.setattr(peers, "backends", lambda names, **options: [Fake("cutile", factor=2.0)])
     result = invoke(app, "bench", "--spec", "one-token", "--device", "cpu")

@@ -115,8 +115,11 @@ def bench(
             versions=_pairs(version_of),
         )
     if csv_file is not None:
-        csv_file.parent.mkdir(parents=True, exist_ok=True)
-        csv_file.write_text(report.csv_text(rows), encoding="utf-8")
+        try:
+            csv_file.parent.mkdir(parents=True, exist_ok=True)
+            csv_file.write_text(report.csv_text(rows), encoding="utf-8")
+        except OSError as error:
+            raise typer.BadParameter(f"--csv: {csv_file} cannot be written: {error}") from error
     if table == "markdown":
         print(report.markdown_table(rows, subject=subject))
     elif table == "rich":
@@ -131,6 +134,8 @@ def bench(
             written = plots.write(rows, plot, subject=subject)
         except ValueError as error:
             raise typer.BadParameter(str(error)) from error
+        except OSError as error:
+            raise typer.BadParameter(f"--plot: {plot} cannot be written: {error}") from error
         Console(stderr=True).print("plots: " + ", ".join(str(path) for path in written), markup=False)
     from .peers import OWN_BACKENDS
 
