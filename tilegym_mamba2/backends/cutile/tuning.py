@@ -361,6 +361,8 @@ def save_user_entries(arch: str, entries: Mapping[str, Any]) -> None:
     path = user_table_path(arch)
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{path}.lock"):
+        # What was read in the same tick of the file system's clock may be older than another process's save.
+        _read_user_table.cache_clear()
         table = {"schema": SCHEMA, "arch": arch, "entries": user_table(arch) | dict(entries)}
         _checked(table, path)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
