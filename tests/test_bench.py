@@ -472,12 +472,21 @@ def test_bench_command_writes_resumes_and_remakes(app, tmp_path):
         (("--from", "missing.jsonl"), "missing.jsonl"),
         (("--from", "rows.jsonl", "--spec", "aligned"), "--from measures nothing"),
         (("--device", "hammer"), "--device"),
+        (("--spec", "one-token", "--backend", "cutlie"), "unknown backend 'cutlie'; there are: cutile"),
     ],
 )
 def test_bench_refuses_with_a_reason(app, arguments, message):
     result = invoke(app, "bench", *arguments)
     assert result.exit_code == 2
     assert message in " ".join(result.output.replace("│", " ").split())
+
+
+def test_bench_refuses_a_subject_without_rows(app, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    report.append_rows(rows, sample_rows({"tilegym": 250.0, "cutile": 100.0}))
+    result = invoke(app, "bench", "--from", rows, "--subject", "nope")
+    assert result.exit_code == 2
+    assert "no row of 'nope'" in " ".join(result.output.replace("│", " ").split())
 
 
 @pytest.mark.parametrize(("option", "name"), [("--csv", "rows.csv"), ("--plot", "plots")])

@@ -586,3 +586,18 @@ def test_specs_for_tests_cover_what_the_kernels_distinguish() -> None:
     sizes = {(spec.head_size, spec.state_size) for spec in SPECS.values()}
     assert {p for p, _ in sizes} >= {16, 40, 64, 80, 96, 128, 256}
     assert {n for _, n in sizes} >= {16, 64, 96, 128, 256, 512}
+
+
+@pytest.mark.parametrize(("rate", "step"), [(-16.0, 10.0), (-8000.0, 20.0)])
+def test_tokens_that_forget_everything_cost_later_ones_little(rate: float, step: float) -> None:
+    generator = torch.Generator().manual_seed(3)
+    x, b, c = (torch.randn(1, 128, 1, 32, generator=generator) for _ in range(3))
+    dt = torch.full((1, 128, 1), step)
+    dt[:, 40:] = -0.5 / rate
+    arguments = (x, torch.tensor([rate]), b, c, None, dt, None)
+    with interpreter.interpret():
+        out, _ = forward.mamba2_chunk_forward(*arguments)
+    names = ("x", "a", "b", "c", "d", "dt", "init_state")
+    reference = float64_reference(dict(zip(names, arguments, strict=True)))["out"]
+    later = slice(41, 64)
+    assert (out[:, later] - reference[:, later]).norm() < 5e-4 * reference[:, later].norm()

@@ -114,6 +114,9 @@ def bench(
             resume=resume,
             versions=_pairs(version_of),
         )
+    if rows and subject not in {row["backend"] for row in rows} | {"cutile"}:
+        have = ", ".join(sorted({row["backend"] for row in rows}))
+        raise typer.BadParameter(f"--subject: no row of {subject!r}; there are rows of: {have}")
     if csv_file is not None:
         try:
             csv_file.parent.mkdir(parents=True, exist_ok=True)
@@ -143,6 +146,15 @@ def bench(
         raise typer.Exit(1)
 
 
+def _refuse_unknown_backends(names: list[str]) -> None:
+    from tilegym_mamba2 import registry
+
+    known = {name for entry in registry.ops().values() for name in entry.backends} | {"mamba_ssm"}
+    for name in names:
+        if name not in known:
+            raise typer.BadParameter(f"unknown backend {name!r}; there are: {', '.join(sorted(known))}")
+
+
 def _measure(
     *,
     specs: dict[str, Any],
@@ -168,6 +180,7 @@ def _measure(
         if not torch.cuda.is_available():
             raise typer.BadParameter(f"--device {device}: torch {torch.__version__} finds no GPU")
         torch.cuda.set_device(device)
+    _refuse_unknown_backends(backend_names)
     chosen = peers.backends(backend_names or peers.DEFAULT_BACKENDS, **peer_options)
     known = report.load_rows(json_file) if resume and json_file.exists() else []
     if json_file is not None and not resume and json_file.exists() and json_file.stat().st_size:

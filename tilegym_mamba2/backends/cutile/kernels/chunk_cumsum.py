@@ -12,7 +12,7 @@ block.
 
 import cuda.tile as ct
 
-from .decay import LOG2E, cumulative_decay, exp2
+from .decay import LOG2E, at_most_forgotten, cumulative_decay, exp2
 from .tiles import ROW_DT, ROW_EXP_G, ROW_G, ROW_STATE_WEIGHT, ConstBool, ConstInt, segment_window
 
 _ZERO = ct.PaddingMode.ZERO
@@ -92,7 +92,8 @@ def chunk_rows(a, dt, rows, num_tiles: int, L: ConstInt, TILE_H: ConstInt, CHAIN
         ct.grid_dependency_control_launch_dependents()
     batch, head_tile, tile = decode(num_tiles, ct.num_tiles(a, axis=0, shape=(TILE_H,)))
     dt_tile = load_heads_first(dt, (batch, tile, head_tile), (L, TILE_H))
-    g = cumulative_decay(dt_tile * load_rate(a, head_tile, TILE_H), axis=1)
+    rate = at_most_forgotten(dt_tile * load_rate(a, head_tile, TILE_H))
+    g = cumulative_decay(rate, axis=1)
     store_rows(rows, (batch, head_tile, tile), hold_after(g, dt.shape[1] - tile * L), dt_tile, True)
 
 

@@ -8,6 +8,8 @@ difference that a factor needs is ≤ 0 and no factor exceeds 1.
 import cuda.tile as ct
 
 LOG2E = 1.4426950408889634
+# A factor of 2**-150 is 0 in float32, however the tokens before and after it decay.
+_FORGOTTEN = -150.0
 # Far below any exponent that matters: exp2 gives 0, and no inf or NaN can come of it.
 _MASKED = -1.0e30
 
@@ -19,6 +21,15 @@ def _smaller(x, y):
 def cumulative_decay(rate_log2, axis):
     """g = running sum of `rate_log2` (= a·dt·log2 e, ≤ 0) along `axis`, made monotone."""
     return ct.scan(ct.cumsum(rate_log2, axis=axis), axis, _smaller, 0.0)
+
+
+def at_most_forgotten(rate_log2):
+    """a·dt·log2(e) of a token, but not below what makes a factor 0 in float32.
+
+    It changes no factor, and keeps the running sum of 64 tokens below 2**14, where neighbours are 2**-10
+    apart: otherwise tokens that forget far more than everything would cost later factors their last digits.
+    """
+    return ct.maximum(rate_log2, _FORGOTTEN)
 
 
 def exp2(x):
