@@ -15,6 +15,9 @@ os.environ["DISABLE_FALLBACK"] = "1"
 for _name in ("TILEGYM_MAMBA2_BACKEND", "TILEGYM_MAMBA2_INTERPRET"):
     os.environ.pop(_name, None)
 
+# Tensors are small here: threads that wait for each other took 2 cores four times as long.
+torch.set_num_threads(1)
+
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("default"), derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "default")

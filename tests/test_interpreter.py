@@ -4,6 +4,7 @@ What the interpreter runs is compiled to Tile IR as well (no GPU, 15 ms a kernel
 that cuda.tile refuses; and what it refuses, cuda.tile refuses too.
 """
 
+import contextlib
 import importlib.util
 import io
 import itertools
@@ -1107,3 +1108,22 @@ def test_a_cuda_tile_without_dispatch_modes_is_named(monkeypatch):
     monkeypatch.delitem(sys.modules, "tilegym_mamba2.interpreter.run", raising=False)
     with pytest.raises(interpreter.InterpreterError, match=f"which cuda-tile {ct.__version__} does not have"):
         interpreter.launch((1,), one_of_each, (torch.ones(7, 4), torch.zeros(8, 4)))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_launch_takes_one_thread_and_gives_the_others_back(fails):
+    seen = []
+
+    @ct.kernel
+    def kernel(x):
+        seen.append(torch.get_num_threads())
+        ct.static_assert(not fails)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(interpreter.KernelAssertionError) if fails else contextlib.nullcontext():
+            interpreter.launch((1,), kernel, (torch.ones(8),))
+        assert seen == [1] and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

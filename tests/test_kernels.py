@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilegym_mamba2 import interpreter, registry
 from tilegym_mamba2.backends.cutile import forward, tuning
-from tilegym_mamba2.backends.cutile.kernels.chunk_cumsum import chunk_rows
 from tilegym_mamba2.backends.cutile.tuning import ForwardConfig
 from tilegym_mamba2.budgets import budget_for, relative_error
 from tilegym_mamba2.errors import BackendUnavailable
@@ -127,7 +126,8 @@ def test_rows_hold_no_factor_above_one_and_end_at_the_last_token(tokens: int) ->
     dt = dt[:, :tokens]
     tiles = math.ceil(tokens / 64)
     rows = torch.empty(4, 1, 3, tiles, 64)
-    interpreter.launch((tiles,), chunk_rows, (a, dt, rows, tiles, 64, 8), outputs={"rows": rows})
+    launch = forward.rows_step(1, 3, tiles, ForwardConfig(), False).launch((a, dt, rows), {"rows": rows})
+    interpreter.launch(launch.grid, launch.kernel, launch.args, outputs=launch.outputs)
     g, steps, weight, exp_g = rows[:, 0].flatten(2)
     padded = torch.nn.functional.pad(dt[0].T, (0, tiles * 64 - tokens))
     assert torch.equal(steps, padded)

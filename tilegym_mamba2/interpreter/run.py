@@ -215,7 +215,7 @@ def run_launch(grid, kernel, args, *, outputs, seed) -> None:
     numbers = list(range(x * y * z))
     random.Random(seed).shuffle(numbers)
     exact = (torch.autocast("cpu", enabled=False), _exact_float32_products())
-    with torch.no_grad(), _disable_current_modes(), exact[0], exact[1], mode.as_current():
+    with torch.no_grad(), _disable_current_modes(), exact[0], exact[1], _one_thread(), mode.as_current():
         for n in numbers:
             run.block = (n % x, n // x % y, n // (x * y))
             run.me = n + 1
@@ -256,6 +256,19 @@ def _hint(error: Exception) -> str:
     if isinstance(error, AttributeError) and "module 'cuda.tile'" in text:
         return f" (cuda-tile {ct.__version__})"
     return ""
+
+
+class _one_thread:
+    """Tiles are small: to share one between threads takes longer than the work, on busy cores 7 times."""
+
+    def __enter__(self):
+        self._before = torch.get_num_threads()
+        if self._before != 1:
+            torch.set_num_threads(1)
+
+    def __exit__(self, *exc):
+        if self._before != 1:
+            torch.set_num_threads(self._before)
 
 
 class _exact_float32_products:
