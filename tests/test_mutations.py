@@ -3,16 +3,13 @@
 A mutation is one replacement in the source of the kernels' modules, which then run beside the real ones.
 """
 
-import importlib
-import sys
-import types
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
+from tests.mutating import mutate
 from tilegym_mamba2 import interpreter, registry
 from tilegym_mamba2.backends.cutile import forward, tuning
 from tilegym_mamba2.backends.cutile.tuning import ForwardConfig
@@ -21,7 +18,6 @@ from tilegym_mamba2.reference import float64_reference
 from tilegym_mamba2.spec import SPECS, Mamba2ProblemSpec
 
 ENTRY = registry.ops()["mamba2_chunk_forward"]
-KERNELS = "tilegym_mamba2.backends.cutile.kernels"
 ARGUMENTS = ("x", "a", "b", "c", "d", "dt", "init_state")
 # Importers come after what they import, to see its mutant.
 MODULES = ("decay", "products", "tiles", "chunk_cumsum", "fwd_pass_state", "compute_out")
@@ -196,35 +192,19 @@ def failures() -> list[str]:
     return []
 
 
-def mutate(monkeypatch: pytest.MonkeyPatch, module: str, before: str, after: str) -> None:
-    """Runs the kernels' modules again, with one text replaced, and hands the new kernels to the host side."""
-    for name in MODULES[MODULES.index(module) :]:
-        original: Any = importlib.import_module(f"{KERNELS}.{name}")
-        source = original.__spec__.loader.get_source(original.__name__)
-        if name == module:
-            assert source.count(before) == 1, f"{module} says {before!r} {source.count(before)} times"
-            source = source.replace(before, after)
-        mutant = types.ModuleType(original.__name__)
-        mutant.__package__, mutant.__file__ = original.__package__, original.__file__
-        # The new module stands in for the old one while later ones import it.
-        monkeypatch.setitem(sys.modules, original.__name__, mutant)
-        exec(compile(source, original.__file__, "exec"), mutant.__dict__)
-        if name in HOST_NAMES:
-            monkeypatch.setattr(forward, HOST_NAMES[name], mutant)
-
-
 def test_whole_kernels_pass_the_suite() -> None:
     assert failures() == []
 
 
 def test_a_mutant_that_changes_nothing_passes_the_suite(monkeypatch: pytest.MonkeyPatch) -> None:
     before = forward._out.compute_out
-    mutate(monkeypatch, "decay", "LOG2E = 1.4426950408889634", "LOG2E = 1.4426950408889634  # the same")
+    same = ("decay", "LOG2E = 1.4426950408889634", "LOG2E = 1.4426950408889634  # the same")
+    mutate(monkeypatch, forward, MODULES, HOST_NAMES, same)
     assert forward._out.compute_out is not before
     assert failures() == []
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_broken_kernels_are_caught(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    mutate(monkeypatch, *MUTATIONS[name])
+    mutate(monkeypatch, forward, MODULES, HOST_NAMES, MUTATIONS[name])
     assert failures()

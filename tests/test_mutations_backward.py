@@ -1,14 +1,12 @@
 """Kernels of the backward broken on purpose: a small problem through the interpreter has to notice each."""
 
-import importlib
-import sys
-import types
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import pytest
 
+from tests.mutating import mutate
 from tilegym_mamba2 import interpreter, registry
 from tilegym_mamba2.backends.cutile import backward
 from tilegym_mamba2.backends.cutile.backward_config import BackwardConfig
@@ -16,7 +14,6 @@ from tilegym_mamba2.budgets import check
 from tilegym_mamba2.spec import SPECS
 
 OP = "mamba2_chunk_backward"
-KERNELS = "tilegym_mamba2.backends.cutile.kernels"
 ARGUMENTS = ("x", "a", "b", "c", "d", "dt", "init_state", "dout", "dfinal_state")
 # Segments of three and two tiles of 32 tokens, the last one short; two groups of two heads; P ≠ N.
 SPEC = replace(SPECS["fp32-slow"], batch_size=1, num_tokens=150, head_size=16, state_size=32)
@@ -108,28 +105,11 @@ def broken_outputs() -> list[str]:
     return [verdict.output for verdict in verdicts if not verdict.ok]
 
 
-def mutate(monkeypatch: pytest.MonkeyPatch, module: str, before: str, after: str) -> None:
-    """Runs the kernels' modules again with one text replaced, and hands the new kernels to the host side."""
-    for name in MODULES[MODULES.index(module) :] if module == "bwd_tiles" else (module,):
-        original = importlib.import_module(f"{KERNELS}.{name}")
-        source = original.__spec__.loader.get_source(original.__name__)
-        if name == module:
-            assert before in source, f"{module} no longer says {before!r}"
-            source = source.replace(before, after)
-        mutant = types.ModuleType(original.__name__)
-        mutant.__package__, mutant.__file__ = original.__package__, original.__file__
-        # The new module stands in for the old one while later ones import it.
-        monkeypatch.setitem(sys.modules, original.__name__, mutant)
-        exec(compile(source, original.__file__, "exec"), mutant.__dict__)
-        if name in HOST_NAMES:
-            monkeypatch.setattr(backward, HOST_NAMES[name], mutant)
-
-
 def test_whole_kernels_keep_their_budgets() -> None:
     assert broken_outputs() == []
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_broken_kernels_are_caught(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    mutate(monkeypatch, *MUTATIONS[name])
+    mutate(monkeypatch, backward, MODULES, HOST_NAMES, MUTATIONS[name])
     assert broken_outputs()
