@@ -25,14 +25,21 @@ import torch
 
 from . import tuning
 from .backward_config import BackwardConfig, config_for
-from .forward import TILE_P, pad_count, precision_of, rows_step, state_steps, supports, tile_of
-from .forward import _last_contiguous as last_contiguous
-from .forward import _Step as Step
+from .forward import (
+    TILE_P,
+    last_contiguous,
+    pad_count,
+    precision_of,
+    rows_step,
+    state_steps,
+    supports,
+    tile_of,
+)
 from .kernels import bwd_decay as _decay
 from .kernels import bwd_groups as _groups
 from .kernels import bwd_states as _states
 from .kernels import bwd_tokens as _tokens
-from .launch import INT32_REACH, Launch, hinted, needs_wide, run_plan
+from .launch import INT32_REACH, Launch, Step, hinted, needs_wide, run_plan
 
 __all__ = ["DIFFERENTIABLE", "gradients", "mamba2_chunk_backward", "supports"]
 

@@ -14,9 +14,8 @@ N) per segment and head.
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from .kernels import chunk_cumsum as _cumsum
 from .kernels import compute_out as _out
 from .kernels import fwd_pass_state as _states
 from .kernels.products import BF16, TF32, TF32X3
-from .launch import INT32_REACH, Launch, hinted, needs_wide, run_plan
+from .launch import INT32_REACH, Launch, Step, hinted, needs_wide, run_plan
 
 __all__ = [
     "chunk_cumsum",
@@ -44,7 +43,6 @@ OP = "mamba2_chunk_forward"
 TILE_P = 64
 # A product needs at least 16 in each dimension.
 MIN_TILE_N = 16
-_NO_OUTPUTS: Mapping[str, torch.Tensor] = MappingProxyType({})
 
 _X_DTYPES = frozenset((torch.bfloat16, torch.float16, torch.float32))
 _OK = (True, "")
@@ -83,7 +81,7 @@ def mamba2_chunk_forward(
     """
     plan = _plan_of(x, a, b, c, d, dt, init_state)
     if plan.copies:
-        x, b, c = _last_contiguous(x), _last_contiguous(b), _last_contiguous(c)
+        x, b, c = last_contiguous(x), last_contiguous(b), last_contiguous(c)
         return mamba2_chunk_forward(x, a, b, c, d, dt, init_state, chunk_size)
     out = torch.empty_like(plan.out)
     final = torch.empty_like(plan.final)
@@ -108,19 +106,6 @@ def mamba2_chunk_forward(
     return out, final
 
 
-@dataclass(frozen=True)
-class _Step:
-    """A kernel in its hinted form with its grid and the constants that follow its arrays."""
-
-    kernel: Any
-    grid: tuple[int, ...]
-    constants: tuple[Any, ...]
-    chained: bool = False
-
-    def launch(self, arrays: tuple[Any, ...], outputs: Mapping[str, torch.Tensor] = _NO_OUTPUTS) -> Launch:
-        return Launch(self.kernel, self.grid, arrays + self.constants, outputs, self.chained)
-
-
 @dataclass
 class _Plan:
     """All that a call needs and that shapes, strides and dtypes decide.
@@ -136,10 +121,10 @@ class _Plan:
     # x, b or c must be copied first; nothing else is set then.
     copies: bool = False
     empty: bool = False
-    rows: _Step | None = None
-    segment_states: _Step | None = None
-    pass_states: _Step | None = None
-    compute_out: _Step | None = None
+    rows: Step | None = None
+    segment_states: Step | None = None
+    pass_states: Step | None = None
+    compute_out: Step | None = None
     compiled: bool = False
 
     def run(self, launches: Sequence[Launch], device: torch.device) -> None:
@@ -301,11 +286,11 @@ def precision_of(dtype: torch.dtype) -> int:
     return TF32X3 if highest else TF32
 
 
-def rows_step(batch: int, heads: int, tiles: int, config: tuning.ForwardConfig, wide: bool) -> _Step:
+def rows_step(batch: int, heads: int, tiles: int, config: tuning.ForwardConfig, wide: bool) -> Step:
     """`chunk_rows` for all tiles of L tokens."""
     kernel = hinted(_cumsum.chunk_rows, wide, (("occupancy", config.rows_occupancy),))
     grid = (batch * tiles * math.ceil(heads / config.rows_heads),)
-    return _Step(kernel, grid, (tiles, config.tile_tokens, config.rows_heads, bool(config.chained)))
+    return Step(kernel, grid, (tiles, config.tile_tokens, config.rows_heads, bool(config.chained)))
 
 
 def state_steps(
@@ -314,7 +299,7 @@ def state_steps(
     options: tuple[int, bool, bool, bool],
     config: tuning.ForwardConfig,
     wide: bool,
-) -> tuple[_Step, _Step]:
+) -> tuple[Step, Step]:
     """`segment_states` and `pass_states`.
 
     dims: (B, H, P, N); sizes: (tokens a segment, segments, heads a group); options: (precision, segments cut
@@ -326,7 +311,7 @@ def state_steps(
     tile_n = min(tile_of(state_size), config.state_tile_n)
     n_tiles = math.ceil(state_size / tile_n)
     hints = (("occupancy", config.state_occupancy), ("num_worker_warps", config.state_warps))
-    segment_states = _Step(
+    segment_states = Step(
         hinted(_states.segment_states, wide, hints),
         (batch * segments * math.ceil(head_size / TILE_P) * heads, n_tiles),
         (
@@ -340,7 +325,7 @@ def state_steps(
         ),
         bool(config.chained),
     )
-    pass_states = _Step(
+    pass_states = Step(
         hinted(_states.pass_states, wide, (("occupancy", config.pass_occupancy),)),
         (batch * math.ceil(head_size / config.pass_tile_p) * heads, n_tiles),
         (segments, config.pass_tile_p, tile_n, (has_init, to_final), config.pass_latency),
@@ -355,13 +340,13 @@ def out_step(
     flags: tuple[bool, bool, bool, bool],
     config: tuning.ForwardConfig,
     wide: bool,
-) -> _Step:
+) -> Step:
     """`compute_out`; dims as in `state_steps`, sizes as in the kernel, flags too but for the last."""
     batch, heads, head_size, state_size = dims
     segments = sizes[1]
     tile_n = min(tile_of(state_size), config.out_tile_n)
     hints = (("occupancy", config.out_occupancy), ("num_worker_warps", config.out_warps))
-    return _Step(
+    return Step(
         hinted(_out.compute_out, wide, hints),
         (batch * segments * math.ceil(head_size / TILE_P) * heads,),
         (
@@ -379,7 +364,8 @@ def out_step(
     )
 
 
-def _last_contiguous(tensor: torch.Tensor) -> torch.Tensor:
+def last_contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy of it if its last dimension is not contiguous."""
     # Not `contiguous`: what has no element, or one in its last dimension, counts as that at any stride.
     return tensor if tensor.stride(-1) == 1 else tensor.clone(memory_format=torch.contiguous_format)
 
@@ -407,7 +393,7 @@ def chunk_cumsum(a: torch.Tensor, dt: torch.Tensor, *, chunk_size: int) -> torch
     config = tuning.ForwardConfig()
     chunks = math.ceil(tokens / chunk_size)
     kernel = hinted(_cumsum.chunk_cumsum, needs_wide((dt, decay_log2)))
-    step = _Step(
+    step = Step(
         kernel,
         (batch * chunks * math.ceil(heads / config.rows_heads),),
         (chunks, chunk_size, config.tile_tokens, config.rows_heads),
@@ -432,7 +418,7 @@ def fwd_pass_state(
     (B, H, ceil(T / chunk_size), P, N) in float32 and final_state (B, H, P, N) in init_state's dtype, else
     float32.
     """
-    x, b = _last_contiguous(x), _last_contiguous(b)
+    x, b = last_contiguous(x), last_contiguous(b)
     batch, tokens, heads, head_size = x.shape
     groups, state_size = b.shape[2:]
     chunks = math.ceil(tokens / chunk_size)
@@ -480,7 +466,7 @@ def compute_out(
     from `chunk_cumsum` and entry_states (B, H, ceil(T / chunk_size), P, N) as from `fwd_pass_state`, with
     this chunk_size.
     """
-    x, b, c = _last_contiguous(x), _last_contiguous(b), _last_contiguous(c)
+    x, b, c = last_contiguous(x), last_contiguous(b), last_contiguous(c)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel() == 0:
         return out
@@ -511,7 +497,7 @@ def _rows_of(
     tile = config.tile_tokens
     tiles = math.ceil(tokens / chunk_size) * math.ceil(chunk_size / tile)
     rows = torch.empty((4, batch, heads, tiles, tile), dtype=torch.float32, device=dt.device)
-    step = _Step(
+    step = Step(
         hinted(_cumsum.rows_of_decay, needs_wide((dt, decay_log2, rows))),
         (batch * tiles * math.ceil(heads / config.rows_heads),),
         (tiles, chunk_size, tile, config.rows_heads),

@@ -9,6 +9,7 @@ import functools
 import threading
 import types
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cuda.tile as ct
@@ -33,6 +34,22 @@ class Launch(NamedTuple):
     args: tuple[Any, ...]
     outputs: Mapping[str, torch.Tensor]
     chained: bool = False
+
+
+_NO_OUTPUTS: Mapping[str, torch.Tensor] = types.MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Step:
+    """A kernel in its hinted form with its grid and the constants that follow its arrays."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    constants: tuple[Any, ...]
+    chained: bool = False
+
+    def launch(self, arrays: tuple[Any, ...], outputs: Mapping[str, torch.Tensor] = _NO_OUTPUTS) -> Launch:
+        return Launch(self.kernel, self.grid, arrays + self.constants, outputs, self.chained)
 
 
 @functools.cache
