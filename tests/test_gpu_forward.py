@@ -28,6 +28,7 @@ from cuda.tile.compilation import CallingConvention, KernelSignature
 import tilegym_mamba2
 from tilegym_mamba2 import registry
 from tilegym_mamba2.backends.cutile import forward as cutile
+from tilegym_mamba2.backends.cutile import launch as launcher
 from tilegym_mamba2.bench import environment, peers, timing
 from tilegym_mamba2.budgets import check, relative_error
 from tilegym_mamba2.reference import float64_reference
@@ -80,7 +81,7 @@ def compile_in_parallel(calls: list[Callable[[], Any]]) -> None:
             found.setdefault(f"{id(item.kernel)} {signature.symbol}", (item.kernel, signature))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cutile, "run", record)
+        patch.setattr(launcher, "run", record)
         for call in calls:
             call()
     assert found
@@ -288,7 +289,7 @@ def test_capture_without_warm_up_raises_before_anything_is_enqueued(monkeypatch:
     inputs |= {name: inputs[name].half() for name in ("a", "d")}
     launched = []
     with monkeypatch.context() as patch:
-        patch.setattr(cutile, "run", lambda launches, device: launched.append(launches))
+        patch.setattr(launcher, "run", lambda launches, device: launched.append(launches))
         with pytest.raises(RuntimeError, match="warm up first"), torch.cuda.graph(torch.cuda.CUDAGraph()):
             forward(inputs)
     assert launched == []
