@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tilegym_mamba2.backends.torch import chunked, recurrent
+from tilegym_mamba2.backends.torch import chunked, recurrent, segments
 
 NAMES = ("x", "a", "b", "c", "d", "dt", "init_state")
 CHUNK_SIZES = (1, 2, 3, 5, 8, 16, 17, 32, 64, 100, 128, 256)
@@ -484,19 +484,18 @@ def test_no_decay_factor_exceeds_one(op, monkeypatch):
     """Running sums of 1e9 over random steps and ties, which rounding moves up and down."""
     p = problem(256, decay="ties", seed=3)
     p["dt"] = p["dt"] * 1e7
-    monkeypatch.setattr(chunked, "_triangle", noisy_triangle)
-    segments = []
-    real = chunked._segment
-    with mock.patch.object(chunked, "_segment", lambda *args: segments.append(real(*args)) or segments[-1]):
+    monkeypatch.setattr(segments, "triangle", noisy_triangle)
+    seen = []
+    real = segments.cut
+    with mock.patch.object(segments, "cut", lambda *args: seen.append(real(*args)) or seen[-1]):
         op(*p.values(), *cotangents(p)[: 2 if op is chunked.mamba2_chunk_backward else 0])
-    assert len(segments) > 0
-    for segment in segments:
+    assert len(seen) > 0
+    for segment in seen:
+        decay = segments.decay_matrix(segment)
         assert (segment.g.diff(dim=2) <= 0).all()
-        for factors in (
-            chunked._decay_matrix(segment), segment.since_entry(), segment.until_exit(), segment.across()
-        ):  # fmt: skip
+        for factors in (decay, segment.since_entry(), segment.until_exit(), segment.across()):
             assert (factors <= 1).all() and (factors >= 0).all()
-        assert (chunked._decay_matrix(segment).diagonal(dim1=-2, dim2=-1) == 1).all()
+        assert (decay.diagonal(dim1=-2, dim2=-1) == 1).all()
 
 
 def test_no_decay_is_a_plain_sum():
@@ -545,10 +544,10 @@ def test_float16_states_may_pass_65504(op):
         assert torch.equal(got.isfinite(), ref.to(got.dtype).isfinite())
 
 
-@pytest.mark.parametrize("triangle", [chunked._triangle, noisy_triangle], ids=["exact", "rounded"])
+@pytest.mark.parametrize("triangle", [segments.triangle, noisy_triangle], ids=["exact", "rounded"])
 def test_gradients_at_dt_zero_are_not_cut(triangle, monkeypatch):
     """Where dt is 0 neighbours tie in the running sum; capping the decay must not zero their gradient."""
-    monkeypatch.setattr(chunked, "_triangle", triangle)
+    monkeypatch.setattr(segments, "triangle", triangle)
     p = problem(200, decay="ties", seed=5)
     assert (p["dt"] == 0).float().mean() > 0.4
     dout, dfinal = cotangents(p)

@@ -1,0 +1,27 @@
+"""What `mamba2_chunk_scan` does beside the recurrence, as a backend sees it."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["ScanOptions"]
+
+
+@dataclass(frozen=True)
+class ScanOptions:
+    """The options of one scan that are no tensors; hashable, so that a backend may keep what they lead to.
+
+    Args:
+        dt_softplus, dt_limit: dt as used is clamp(softplus(dt + dt_bias), *dt_limit); softplus only if asked
+            for.
+        chunk_size: tokens from one of the chunk states to the next, and a hint for the blocking.
+        state_dtype: of the final state and the chunk states. None only before a call is resolved.
+        return_chunk_states: whether the states at the chunks' entries are wanted.
+    """
+
+    dt_softplus: bool = False
+    dt_limit: tuple[float, float] = (0.0, math.inf)
+    chunk_size: int = 64
+    state_dtype: torch.dtype | None = None
+    return_chunk_states: bool = False
