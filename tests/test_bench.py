@@ -224,6 +224,15 @@ def test_every_pass_checks_all_its_outputs(pass_name):
     json.dumps(row)
 
 
+def test_forward_and_backward_go_through_autograd(monkeypatch):
+    seen = []
+    original = torch.autograd.grad
+    monkeypatch.setattr(torch.autograd, "grad", lambda *args: seen.append(len(args[1])) or original(*args))
+    (row,) = run_group(peers.Backend("torch"), pass_name="forward+backward")
+    assert row["status"] == "ok", row["reason"]
+    assert set(seen) == {7}
+
+
 @pytest.mark.parametrize("factor", [1.1, float("nan")])
 def test_a_red_row_shows_its_error_and_no_speed_up(factor):
     rows = run_group(Fake("cutile", factor=factor), Fake("tilegym", pause=0.01))
@@ -467,6 +476,7 @@ def test_bench_command_writes_resumes_and_remakes(app, tmp_path):
         (("--pass", "sideways"), "forward"),
         (("--resume",), "needs --json"),
         (("--table", "html"), "rich, markdown or none"),
+        (("--time", "cpu"), "graph, eager or host"),
         (("--version-of", "mamba_ssm"), "NAME=VERSION"),
         (("--thin-tilegym", "3"), "than or equal to 4"),
         (("--from", "missing.jsonl"), "missing.jsonl"),
@@ -563,6 +573,26 @@ def test_speed_up_plot_has_a_panel_per_peer_and_a_line_per_state_size():
     expected = row["tilegym"]["graph_us"]["median"] / row["cutile"]["graph_us"]["median"]
     assert lines[1].get_ydata()[2] == pytest.approx(expected)
     plots.plt.close(figure)
+
+
+def test_eager_times_are_compared_when_asked_for(tmp_path):
+    rows = sample_rows({"cutile": 100.0, "tilegym": 250.0})
+    text = report.markdown_table(rows, kinds=("eager_us",))
+    assert "| 130 | 280 (2.15×) |" in text and "of floor" not in text and "eager call times" in text
+    table = report.rich_table(rows, kinds=("eager_us",))
+    assert list(table.columns[-1].cells) == ["–", "2.15×"]
+    written = plots.write(grid_rows(), tmp_path, kinds=("eager_us",))
+    assert [p.name for p in written] == ["speedup-eager.png", "layers-eager.png"]
+
+
+def test_memory_of_a_backward_is_told_by_its_operands():
+    rows = sample_rows({"cutile": 100.0, "tilegym": 250.0})
+    assert "extra memory" not in report.markdown_table(rows)
+    for row in rows:
+        row |= {"peak_bytes": 3 * 2**20, "operand_bytes": 2 * 2**20}
+    assert "| 3.0 MiB (1.50×) |" in report.markdown_table(rows)
+    column = next(c for c in report.rich_table(rows).columns if c.header == "extra mem")
+    assert list(column.cells) == ["3.0 MiB (1.50×)"] * 2
 
 
 def test_nothing_to_plot_is_said():

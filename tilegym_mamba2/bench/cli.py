@@ -30,7 +30,9 @@ def bench(
     ] = None,
     pass_: Annotated[
         list[str] | None,
-        typer.Option("--pass", help="forward, backward, both (a row each), forward+backward (one call)."),
+        typer.Option(
+            "--pass", help="forward, backward, both (a row each), forward+backward (through autograd)."
+        ),
     ] = None,
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda, cuda:1; by default the GPU if there is one.")
@@ -68,6 +70,10 @@ def bench(
         typer.Option("--from", help="Measure nothing: read rows from this file; repeatable."),
     ] = None,
     table: Annotated[str, typer.Option(help="rich, markdown or none.")] = "rich",
+    time: Annotated[
+        str,
+        typer.Option(help="What tables and plots compare: graph, eager or host times, where there are any."),
+    ] = "graph",
     subject: Annotated[
         str, typer.Option(help="The backend whose speed-up over the others is shown.")
     ] = "cutile",
@@ -83,6 +89,8 @@ def bench(
 
     if table not in ("rich", "markdown", "none"):
         raise typer.BadParameter(f"--table is rich, markdown or none, got {table!r}")
+    if time not in ("graph", "eager", "host"):
+        raise typer.BadParameter(f"--time is graph, eager or host, got {time!r}")
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise typer.BadParameter("--plot needs matplotlib: pip install 'tilegym-mamba2[bench]'")
     if resume and json_file is None:
@@ -123,18 +131,21 @@ def bench(
             csv_file.write_text(report.csv_text(rows), encoding="utf-8")
         except OSError as error:
             raise typer.BadParameter(f"--csv: {csv_file} cannot be written: {error}") from error
+    from .measure import KINDS
+
+    kinds = KINDS if time == "graph" else (f"{time}_us",)
     if table == "markdown":
-        print(report.markdown_table(rows, subject=subject))
+        print(report.markdown_table(rows, subject=subject, kinds=kinds))
     elif table == "rich":
         console = _console()
-        console.print(report.rich_table(rows, subject=subject))
+        console.print(report.rich_table(rows, subject=subject, kinds=kinds))
         for note in report.notes(rows):
             console.print(f"- {note}", markup=False, highlight=False)
     if plot is not None:
         from . import plots
 
         try:
-            written = plots.write(rows, plot, subject=subject)
+            written = plots.write(rows, plot, subject=subject, kinds=kinds)
         except ValueError as error:
             raise typer.BadParameter(str(error)) from error
         except OSError as error:

@@ -248,6 +248,8 @@ def _time(
             row["note"] = "; ".join(filter(None, (row["note"], _one_line(error))))
             _device_alive(device)
         row["peak_bytes"], row["scratch_bytes"] = timing.peak_memory(call[0])
+        if row["pass"] != "forward":
+            row["operand_bytes"] = 2 * roofline.tensor_bytes([inputs[k] for k in ("x", "b", "c", "dt")])
 
 
 def _input_sets(inputs: Mapping[str, Any], device: torch.device) -> list[Mapping[str, Any]]:
@@ -288,22 +290,25 @@ def _add_rates(row: Row, flops: int, floor_flops: int, nbytes: int, ceilings: Ce
     }
 
 
-def headline_us(row: Mapping[str, Any]) -> float | None:
-    """The time that stands for a row: graph, else eager, else wall clock; None for a row without times."""
-    for kind in ("graph_us", "eager_us", "wall_us"):
+KINDS = ("graph_us", "eager_us", "wall_us")
+
+
+def headline_us(row: Mapping[str, Any], kinds: Sequence[str] = KINDS) -> float | None:
+    """The time that stands for a row, the first of `kinds` that it has; None for a row without times."""
+    for kind in kinds:
         if row.get(kind):
             return row[kind]["median"]
     return None
 
 
-def speed_up(row: Mapping[str, Any], peer: Mapping[str, Any]) -> float | None:
+def speed_up(row: Mapping[str, Any], peer: Mapping[str, Any], kinds: Sequence[str] = KINDS) -> float | None:
     """How many times faster `row` is than `peer`; None unless both passed their check in the same run.
 
-    Both sides use the same kind of time.
+    Both sides use the same kind of time, the first of `kinds` that both have.
     """
     if row.get("run") != peer.get("run") or row.get("status") != "ok" or peer.get("status") != "ok":
         return None
-    for kind in ("graph_us", "eager_us", "wall_us"):
+    for kind in kinds:
         if row.get(kind) and peer.get(kind):
             return peer[kind]["median"] / row[kind]["median"]
     return None

@@ -71,8 +71,26 @@ class Search:
         return f"{how}: {tried} of {total} configurations in {seconds:.0f} s"
 
 
+def _through_autograd(
+    forward: Callable[..., Sequence[torch.Tensor]], inputs: Inputs
+) -> Callable[[], Sequence[torch.Tensor]]:
+    """A call of `forward(x, a, b, c, d, dt, init_state)` and of autograd, as a training step makes them."""
+    leaves = [inputs[k].detach().requires_grad_() for k in ("x", "a", "b", "c", "d", "dt", "init_state")]
+    gradients = (inputs["dout"], inputs["dfinal_state"])
+
+    def call() -> Sequence[torch.Tensor]:
+        results = forward(*leaves)
+        grads = torch.autograd.grad(results, leaves, gradients)
+        return (*(r.detach() for r in results), *grads)
+
+    return call
+
+
 class Backend:
     """A backend of the op registry, by name: `cutile`, `torch`, or one that a user's file added."""
+
+    # Whether autograd joins forward and backward; otherwise the two ops are called one after the other.
+    autograd = True
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -120,7 +138,9 @@ class Backend:
             back_args = (*args, inputs["dout"], inputs["dfinal_state"], chunk_size, state_dtype)
             if forward is None:
                 return lambda: backward(*back_args)
-            return lambda: (*forward(*args, chunk_size), *backward(*back_args))
+            if not self.autograd:
+                return lambda: (*forward(*args, chunk_size), *backward(*back_args))
+            return _through_autograd(lambda *leaves: forward(*leaves, chunk_size), inputs)
 
         outputs = tuple(itertools.chain.from_iterable(OUTPUTS[op] for op in ops))
         return Variant(f"chunk {chunk_size}", make, outputs)
@@ -141,6 +161,8 @@ class TileGym(Backend):
     the kernel appears; the rows say so. Compiled candidates stay in cuda-tile's cache on disk, so that a
     second length of the same problem costs only the measuring.
     """
+
+    autograd = False
 
     def __init__(self, thin: int | None = None, chunks: Sequence[int] = ()) -> None:
         super().__init__("tilegym")
@@ -318,17 +340,11 @@ def _mamba_backward(inputs: Inputs, chunk: int) -> Callable[[], Sequence[torch.T
 
 def _mamba_both(inputs: Inputs, chunk: int) -> Callable[[], Sequence[torch.Tensor]]:
     scan = _ssd_combined().mamba_chunk_scan_combined
-    names = ("x", "a", "b", "c", "d", "dt", "init_state")
-    leaves = {k: inputs[k].detach().requires_grad_() for k in names}
-    x, a, b, c, d, dt, init_state = leaves.values()
-    gradients = (inputs["dout"], inputs["dfinal_state"])
 
-    def call() -> Sequence[torch.Tensor]:
-        results = scan(x, dt, a, b, c, chunk, D=d, initial_states=init_state, return_final_states=True)
-        grads = torch.autograd.grad(results, tuple(leaves.values()), gradients)
-        return (*(r.detach() for r in results), *grads)
+    def forward(x: torch.Tensor, a: Any, b: Any, c: Any, d: Any, dt: Any, init_state: Any) -> Any:
+        return scan(x, dt, a, b, c, chunk, D=d, initial_states=init_state, return_final_states=True)
 
-    return call
+    return _through_autograd(forward, inputs)
 
 
 def backends(

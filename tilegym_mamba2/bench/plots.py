@@ -12,8 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from .measure import Row, headline_us, speed_up
-from .report import SUBJECT, groups
+from .measure import KINDS, Row, headline_us, speed_up
+from .report import SUBJECT, groups, kind_name
 
 # Okabe and Ito's colours: told apart with any colour vision.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -22,8 +22,10 @@ IMAGE_SUFFIXES = (".png", ".svg", ".pdf")
 _FAMILY = ("batch_size", "num_heads", "head_size", "num_groups", "dtype", "decay")
 
 
-def write(rows: Iterable[Row], target: Path, *, subject: str = SUBJECT) -> list[Path]:
-    """Write every plot that the rows allow; returns the files.
+def write(
+    rows: Iterable[Row], target: Path, *, subject: str = SUBJECT, kinds: Sequence[str] = KINDS
+) -> list[Path]:
+    """Write every plot that the rows allow; returns the files. The times are the first of `kinds` there is.
 
     `target` with an image suffix names the first plot, and the others get a word added to its name; any
     other `target` is a folder.
@@ -31,7 +33,7 @@ def write(rows: Iterable[Row], target: Path, *, subject: str = SUBJECT) -> list[
     Raises:
         ValueError: when no row has a time.
     """
-    found = [group for group in groups(rows) if any(headline_us(row) for row in group)]
+    found = [group for group in groups(rows) if any(headline_us(row, kinds) for row in group)]
     if not found:
         raise ValueError("no row has a time: nothing to plot")
     one_file = target.suffix.lower() in IMAGE_SUFFIXES
@@ -42,10 +44,11 @@ def write(rows: Iterable[Row], target: Path, *, subject: str = SUBJECT) -> list[
         chosen = [group for group in found if group[0]["pass"] == pass_name]
         builders = (("speedup", speed_up_figure), ("layers", layers_figure), ("roofline", roofline_figure))
         for word, build in builders:
-            figure = build(chosen, subject)
+            figure = build(chosen, subject, kinds)
             if figure is None:
                 continue
             words = [word] if pass_name == "forward" else [word, pass_name.replace("+", "-")]
+            words += [] if kinds == KINDS else [kinds[0].removesuffix("_us")]
             if one_file:
                 words = ([] if not written else words) if stem else words
                 name = "-".join([stem, *words])
@@ -62,16 +65,16 @@ def _times(group: Sequence[Row], subject: str) -> Row | None:
     return next((r for r in group if r["backend"] == subject and r["status"] == "ok"), None)
 
 
-def _peers(found: Sequence[Sequence[Row]], subject: str) -> list[str]:
+def _peers(found: Sequence[Sequence[Row]], subject: str, kinds: Sequence[str]) -> list[str]:
     """Peers with at least one speed-up."""
     names = dict.fromkeys(row["backend"] for group in found for row in group if row["backend"] != subject)
-    return [n for n in names if any(_ratio(group, subject, n) for group in found)]
+    return [n for n in names if any(_ratio(group, subject, n, kinds) for group in found)]
 
 
-def _ratio(group: Sequence[Row], subject: str, peer: str) -> float | None:
+def _ratio(group: Sequence[Row], subject: str, peer: str, kinds: Sequence[str]) -> float | None:
     ours = _times(group, subject)
     row = next((r for r in group if r["backend"] == peer), None)
-    return speed_up(ours, row) if ours is not None and row is not None else None
+    return speed_up(ours, row, kinds) if ours is not None and row is not None else None
 
 
 def _family(group: Sequence[Row]) -> tuple:
@@ -100,15 +103,16 @@ def _device(found: Sequence[Sequence[Row]]) -> str:
     return f"{env.get('device')}, {str(env.get('date'))[:10]}"
 
 
-def _short(found: Sequence[Sequence[Row]]) -> str:
-    kind = "CUDA graph" if any(r.get("graph_us") for g in found for r in g) else "wall clock"
-    return f"{kind} medians, same run"
+def _short(found: Sequence[Sequence[Row]], kinds: Sequence[str]) -> str:
+    return f"{kind_name(found, kinds)} medians, same run"
 
 
-def speed_up_figure(found: Sequence[Sequence[Row]], subject: str = SUBJECT) -> Figure | None:
+def speed_up_figure(
+    found: Sequence[Sequence[Row]], subject: str = SUBJECT, kinds: Sequence[str] = KINDS
+) -> Figure | None:
     """A panel per peer: speed-up over T, a line per N. None when no family of specs sweeps T."""
     sweep = _sweep(found)
-    peers = _peers(sweep[1], subject) if sweep else []
+    peers = _peers(sweep[1], subject, kinds) if sweep else []
     if not sweep or not peers:
         return None
     family, members = sweep
@@ -121,7 +125,7 @@ def speed_up_figure(found: Sequence[Sequence[Row]], subject: str = SUBJECT) -> F
     for axis, peer in zip(axes[0], peers, strict=True):
         for i, state in enumerate(states):
             points = {
-                g[0]["fields"]["num_tokens"]: _ratio(g, subject, peer)
+                g[0]["fields"]["num_tokens"]: _ratio(g, subject, peer, kinds)
                 for g in members
                 if g[0]["fields"]["state_size"] == state
             }
@@ -148,18 +152,20 @@ def speed_up_figure(found: Sequence[Sequence[Row]], subject: str = SUBJECT) -> F
     )
     name = members[0][0]["pass"]
     figure.suptitle(
-        f"Mamba-2 {name}, {shape}, {sizes['dtype']}\n{_short(found)}; {_device(found)}", fontsize=10
+        f"Mamba-2 {name}, {shape}, {sizes['dtype']}\n{_short(found, kinds)}; {_device(found)}", fontsize=10
     )
     return figure
 
 
-def layers_figure(found: Sequence[Sequence[Row]], subject: str = SUBJECT) -> Figure | None:
+def layers_figure(
+    found: Sequence[Sequence[Row]], subject: str = SUBJECT, kinds: Sequence[str] = KINDS
+) -> Figure | None:
     """A bar per peer for every spec outside the sweep over T. None when there is none."""
     sweep = _sweep(found)
     in_sweep = {id(g) for g in sweep[1]} if sweep else set()
     rest = [g for g in found if id(g) not in in_sweep]
-    peers = _peers(rest, subject) if rest else []
-    rest = [g for g in rest if any(_ratio(g, subject, p) for p in peers)]
+    peers = _peers(rest, subject, kinds) if rest else []
+    rest = [g for g in rest if any(_ratio(g, subject, p, kinds) for p in peers)]
     if not rest:
         return None
     figure, axis = plt.subplots(
@@ -169,7 +175,7 @@ def layers_figure(found: Sequence[Sequence[Row]], subject: str = SUBJECT) -> Fig
     highest = 1.0
     for i, peer in enumerate(peers):
         for y, group in enumerate(rest):
-            ratio = _ratio(group, subject, peer)
+            ratio = _ratio(group, subject, peer, kinds)
             if ratio is None:
                 continue
             highest = max(highest, ratio)
@@ -186,12 +192,19 @@ def layers_figure(found: Sequence[Sequence[Row]], subject: str = SUBJECT) -> Fig
     axis.set_axisbelow(True)
     axis.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(peers))
     name = rest[0][0]["pass"]
-    figure.suptitle(f"Mamba-2 {name}\n{_short(found)}; {_device(found)}", fontsize=10)
+    figure.suptitle(f"Mamba-2 {name}\n{_short(found, kinds)}; {_device(found)}", fontsize=10)
     return figure
 
 
-def roofline_figure(found: Sequence[Sequence[Row]], subject: str = SUBJECT) -> Figure | None:
-    """Achieved TFLOP/s over operations per byte, under the two measured ceilings. None without rates."""
+def roofline_figure(
+    found: Sequence[Sequence[Row]], subject: str = SUBJECT, kinds: Sequence[str] = KINDS
+) -> Figure | None:
+    """Achieved TFLOP/s over operations per byte, under the two measured ceilings. None without rates.
+
+    Rates are those of the device alone: there is none for other kinds of time.
+    """
+    if kinds != KINDS:
+        return None
     rows = [r for g in found for r in g if r["status"] in ("ok", "unchecked") and r.get("ceilings")]
     if not rows:
         return None
@@ -230,7 +243,7 @@ def roofline_figure(found: Sequence[Sequence[Row]], subject: str = SUBJECT) -> F
     axis.grid(alpha=0.25)
     axis.legend(frameon=False, loc="lower right")
     name = rows[0]["pass"]
-    figure.suptitle(f"Roofline, Mamba-2 {name}\n{_short(found)}; {_device(found)}", fontsize=10)
+    figure.suptitle(f"Roofline, Mamba-2 {name}\n{_short(found, kinds)}; {_device(found)}", fontsize=10)
     return figure
 
 

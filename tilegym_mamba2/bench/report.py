@@ -11,9 +11,15 @@ from typing import Any
 
 from rich.table import Table
 
-from .measure import Row, headline_us, speed_up
+from .measure import KINDS, Row, headline_us, speed_up
 
 SUBJECT = "cutile"
+KIND_NAMES = {
+    "graph_us": "CUDA graph",
+    "eager_us": "eager call",
+    "host_us": "host",
+    "wall_us": "wall-clock",
+}
 
 
 def load_rows(*paths: Path) -> list[Row]:
@@ -96,6 +102,12 @@ def _size(value: int | None) -> str:
     return f"{value:.2f} GiB"
 
 
+def _extra_memory(row: Row) -> str:
+    size = _size(row.get("peak_bytes"))
+    operands = row.get("operand_bytes")
+    return f"{size} ({row['peak_bytes'] / operands:.2f}×)" if operands else size
+
+
 def _error(row: Row) -> str:
     errors = row.get("errors")
     if not errors:
@@ -111,8 +123,13 @@ def _shown(row: Row) -> bool:
     return row["status"] == "red" or headline_us(row) is not None
 
 
-def rich_table(rows: Iterable[Row], *, subject: str = SUBJECT, title: str = "") -> Table:
-    """One line a row; the last column says how many times faster `subject` is than that row's backend."""
+def rich_table(
+    rows: Iterable[Row], *, subject: str = SUBJECT, title: str = "", kinds: Sequence[str] = KINDS
+) -> Table:
+    """One line a row; the last column says how many times faster `subject` is than that row's backend.
+
+    "extra mem" of a pass with a backward is also given as a multiple of x, b, c, dt and their gradients.
+    """
     found = groups(rows)
     on_gpu = any(row.get("graph_us") or row.get("eager_us") for group in found for row in group)
     table = Table(title=title or None)
@@ -136,13 +153,13 @@ def rich_table(rows: Iterable[Row], *, subject: str = SUBJECT, title: str = "") 
                 cells += [f"[{style}]{row['status']}[/{style}]", *["–"] * (len(table.columns) - 5)]
                 table.add_row(*cells, _error(row), "–", end_section=i == len(group) - 1)
                 continue
-            kinds = ("graph_us", "eager_us", "host_us") if on_gpu else ("wall_us",)
-            cells += [_us(_median(row, kind)) for kind in kinds]
+            columns = ("graph_us", "eager_us", "host_us") if on_gpu else ("wall_us",)
+            cells += [_us(_median(row, kind)) for kind in columns]
             cells += [_number(row["tflops"]), _number(row["gbs"]), f"{row['floor_share']:.0%}"]
             if on_gpu:
-                cells.append(_size(row.get("peak_bytes")))
+                cells.append(_extra_memory(row))
             cells += [f"{row['first_call_s']:.2g}", _error(row)]
-            ratio = speed_up(ours, row) if ours is not None and row is not ours else None
+            ratio = speed_up(ours, row, kinds) if ours is not None and row is not ours else None
             cells.append("–" if ratio is None else f"{ratio:.2f}×")
             table.add_row(*cells, end_section=i == len(group) - 1)
     return table
@@ -180,16 +197,24 @@ _SHAPE = (
 )
 
 
-def markdown_table(rows: Iterable[Row], *, subject: str = SUBJECT) -> str:
-    """A README's table: a line per spec, a column per backend, `subject`'s speed-up over each peer."""
+def markdown_table(rows: Iterable[Row], *, subject: str = SUBJECT, kinds: Sequence[str] = KINDS) -> str:
+    """A README's table: a line per spec, a column per backend, `subject`'s speed-up over each peer.
+
+    Times are the first of `kinds` that a row has; the share of the floor is shown for device times alone.
+    """
     found = groups(rows)
     backends = list(dict.fromkeys(row["backend"] for group in found for row in group if _shown(row)))
     backends.sort(key=lambda name: name != subject)
     passes = {row["pass"] for group in found for row in group}
     heads = ["spec", *(["pass"] if len(passes) > 1 else []), *(k for k, _ in _SHAPE)]
-    heads += [f"{name} µs" for name in backends] + [f"{subject}: of floor", f"{subject}: error"]
+    heads += [f"{name} µs" for name in backends]
+    memory = any(row.get("operand_bytes") for group in found for row in group)
+    last = [f"{subject}: of floor"] if kinds == KINDS else []
+    last += [f"{subject}: extra memory"] if memory else []
+    last.append(f"{subject}: error")
+    heads += last
     lines = ["| " + " | ".join(heads) + " |"]
-    left = len(heads) - len(backends) - 2 - len(_SHAPE)
+    left = len(heads) - len(backends) - len(last) - len(_SHAPE)
     lines.append("|" + "---|" * left + "---:|" * (len(heads) - left))
     for group in found:
         ours = _find(group, subject)
@@ -197,35 +222,49 @@ def markdown_table(rows: Iterable[Row], *, subject: str = SUBJECT) -> str:
         cells = [f"`{first['spec']}`", *([first["pass"]] if len(passes) > 1 else [])]
         cells += [str(first["fields"][field]) for _, field in _SHAPE]
         for name in backends:
-            cells.append(_markdown_cell(_find(group, name), ours))
+            cells.append(_markdown_cell(_find(group, name), ours, kinds))
         good = ours is not None and ours["status"] == "ok"
-        cells.append(f"{ours['floor_share']:.0%}" if good else "–")
+        if kinds == KINDS:
+            cells.append(f"{ours['floor_share']:.0%}" if good else "–")
+        if memory:
+            cells.append(_extra_memory(ours) if good else "–")
         cells.append(_error(ours) if ours is not None else "–")
         lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", *_provenance(found)])
+    closing = _provenance(found, kinds)
+    if memory:
+        closing.append(
+            "Extra memory: the peak of a call, results included; in brackets as a multiple of x, b, c, dt "
+            "and their gradients."
+        )
+    return "\n".join([*lines, "", *closing])
 
 
-def _markdown_cell(row: Row | None, ours: Row | None) -> str:
+def _markdown_cell(row: Row | None, ours: Row | None, kinds: Sequence[str]) -> str:
     if row is None:
         return "–"
     if row["status"] == "red":
         return f"wrong ({_error(row)})"
-    us = headline_us(row)
+    us = headline_us(row, kinds)
     if us is None:
         return row["status"]
-    ratio = speed_up(ours, row) if ours is not None and row is not ours else None
+    ratio = speed_up(ours, row, kinds) if ours is not None and row is not ours else None
     return _us(us) if ratio is None else f"{_us(us)} ({ratio:.2f}×)"
 
 
-def _provenance(found: Sequence[Sequence[Row]]) -> list[str]:
+def kind_name(found: Sequence[Sequence[Row]], kinds: Sequence[str]) -> str:
+    """What kind of time stands for most rows, in words."""
+    kind = next((k for k in kinds if any(row.get(k) for group in found for row in group)), kinds[-1])
+    return KIND_NAMES[kind]
+
+
+def _provenance(found: Sequence[Sequence[Row]], kinds: Sequence[str]) -> list[str]:
     """One line per device: what the numbers were made with."""
     envs: dict[str, dict[str, Any]] = {}
-    graph = any(row.get("graph_us") for group in found for row in group)
     for group in found:
         for row in group:
             env = row["env"]
             envs.setdefault(env.get("device") or "unknown device", env)
-    kind = "CUDA graph" if graph else "wall-clock"
+    kind = kind_name(found, kinds)
     names = (("driver", "driver"), ("torch", "torch"), ("cuda_tile", "cuda-tile"), ("tileiras", "tileiras"))
     names += (("tilegym", "TileGym"), ("mamba_ssm", "mamba_ssm"), ("triton", "Triton"))
     lines = []
