@@ -33,7 +33,7 @@ from cuda.tile.compilation import (
 
 from tilegym_mamba2.spec import SPECS, Mamba2ProblemSpec
 
-from . import backward, backward_config, forward, tuning
+from . import backward, backward_config, forward, state_update, tuning
 from .availability import find_program
 from .launch import Launch, recording
 
@@ -48,7 +48,13 @@ MODES: dict[str, tuple[torch.dtype, str]] = {
 COUNTED = ("HGMMA", "LDSM", "STS", "BAR", "UTMALDG")
 TOOLS = "pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm"
 
-_DTYPES = {torch.bfloat16: ct.bfloat16, torch.float16: ct.float16, torch.float32: ct.float32}
+_DTYPES = {
+    torch.bfloat16: ct.bfloat16,
+    torch.float16: ct.float16,
+    torch.float32: ct.float32,
+    torch.int32: ct.int32,
+    torch.int64: ct.int64,
+}
 _RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)")
 _OPCODE = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*)", re.MULTILINE)
 
@@ -172,6 +178,25 @@ def backward_launches(
         )
         with backward_config.BackwardConfig.override(config):
             return _recorded(lambda: backward.mamba2_chunk_backward(**inputs), inputs, arch, None, precision)
+
+
+def state_update_launches(spec: Mamba2ProblemSpec, tokens: int = 1, **changes: Any) -> list[Launch]:
+    """The launch of `mamba2_state_update` with every option, for `tokens` tokens a row of a spec's sizes."""
+    inputs = meta_inputs(replace(spec, num_tokens=tokens))
+    batch, heads = spec.batch_size, spec.num_heads
+    arguments: dict[str, Any] = {name: inputs[name] for name in ("x", "dt", "a", "b", "c", "d")}
+    arguments |= {
+        "state": inputs["init_state"],
+        "z": torch.empty_like(inputs["x"]),
+        "dt_bias": torch.empty(heads, device="meta"),
+        "state_indices": torch.empty(batch, dtype=torch.int32, device="meta"),
+        "dt_softplus": True,
+        "dt_limit": (0.0, math.inf),
+        "out": torch.empty_like(inputs["x"]),
+    }
+    with recording() as launches:
+        state_update.mamba2_state_update(**(arguments | changes))
+    return launches
 
 
 def meta_inputs(spec: Mamba2ProblemSpec) -> dict[str, Any]:
