@@ -4,7 +4,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from tilegym_mamba2.errors import BackendUnavailable, RegistryError
-from tilegym_mamba2.ops import mamba2_chunk_backward, mamba2_chunk_forward, mamba2_chunk_scan
+from tilegym_mamba2.ops import (
+    mamba2_chunk_backward,
+    mamba2_chunk_forward,
+    mamba2_chunk_scan,
+    mamba2_state_update,
+)
 from tilegym_mamba2.registry import register, unregister, use_backend
 
 if TYPE_CHECKING:
@@ -23,6 +28,7 @@ __all__ = [
     "mamba2_chunk_backward",
     "mamba2_chunk_forward",
     "mamba2_chunk_scan",
+    "mamba2_state_update",
     "register",
     "unregister",
     "use_backend",

@@ -8,7 +8,7 @@ The backend is picked inside, so a compiled graph holds the op and not one backe
 saved. The ops' outputs alias nothing; a gradient that is not needed is an empty tensor.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Optional
 
 import torch
@@ -17,7 +17,14 @@ from torch import Tensor
 from tilegym_mamba2.registry import choice, resolve
 from tilegym_mamba2.validate import validate_backward, validate_forward
 
-__all__ = ["chunk_scan", "chunk_scan_backward"]
+__all__ = [
+    "chunk_scan",
+    "chunk_scan_backward",
+    "differentiable",
+    "differentiate_again",
+    "refuse_second_derivative",
+    "where_needed",
+]
 
 FORWARD, BACKWARD = "mamba2_chunk_forward", "mamba2_chunk_backward"
 _INPUTS = 7
@@ -144,10 +151,11 @@ def _differentiate(ctx: Any, dout: Tensor | None, dfinal_state: Tensor | None) -
     if (dout is None and dfinal_state is None) or not any(needed):
         return (None,) * (_INPUTS + 2)
     gradients = chunk_scan_backward(*inputs, dout, dfinal_state, ctx.chunk_size, ctx.backend, needed)
-    return (*_where_needed(gradients, needed), None, None)
+    return (*where_needed(gradients, needed), None, None)
 
 
-def _where_needed(gradients: Sequence[Tensor], needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
+def where_needed(gradients: Sequence[Tensor], needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
+    """None in place of the empty tensors that stand for what is not needed."""
     return tuple(gradient if need else None for gradient, need in zip(gradients, needed, strict=True))
 
 
@@ -167,22 +175,41 @@ def _differentiate_twice(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...
     """Through the torch backend's own backward, which autograd can follow; no other backend has one."""
     tensors = ctx.saved_tensors
     name, _ = resolve(BACKWARD, ctx.backend, tuple(tensors))
-    if name != "torch":
-        raise RuntimeError(
-            f"{BACKWARD}: backend {name!r} has no second derivative; use backend='torch' where a gradient is "
-            "differentiated again (create_graph=True)"
-        )
+    refuse_second_derivative(BACKWARD, name)
     from tilegym_mamba2.backends.torch import chunked
 
+    def backward(*views: Tensor | None) -> tuple[Tensor | None, ...]:
+        return chunked.mamba2_chunk_backward(*views, ctx.chunk_size, _state_dtype(tensors[0], None))
+
+    found = differentiate_again(backward, tensors, ctx.needs_input_grad, cotangents, ctx.needed)
+    return (*found, None, None, None)
+
+
+def refuse_second_derivative(op_name: str, backend: str) -> None:
+    """Raises RuntimeError for every backend but torch's own."""
+    if backend != "torch":
+        raise RuntimeError(
+            f"{op_name}: backend {backend!r} has no second derivative; use backend='torch' where a gradient "
+            "is differentiated again (create_graph=True)"
+        )
+
+
+def differentiate_again(
+    backward: Callable[..., Sequence[Tensor | None]],
+    tensors: Sequence[Tensor | None],
+    needs_grad: Sequence[bool],
+    cotangents: Sequence[Tensor | None],
+    needed: Sequence[bool],
+) -> list[Tensor | None]:
+    """The gradients of sum(backward(*tensors) * cotangents), over what is `needed`, for each of `tensors`."""
     results: list[Tensor | None] = [None] * len(tensors)
-    wanted = [i for i, (t, need) in enumerate(zip(tensors, ctx.needs_input_grad, strict=False)) if need]
+    wanted = [i for i, (t, need) in enumerate(zip(tensors, needs_grad, strict=False)) if need]
     with torch.enable_grad():
         # Views, so that each input is a node of its own even where one tensor is passed twice.
         views = [None if t is None else t.view_as(t) for t in tensors]
-        gradients = chunked.mamba2_chunk_backward(*views, ctx.chunk_size, _state_dtype(tensors[0], None))
         pairs = [
             (gradient, cotangent)
-            for gradient, cotangent, need in zip(gradients, cotangents, ctx.needed, strict=True)
+            for gradient, cotangent, need in zip(backward(*views), cotangents, needed, strict=True)
             if need and cotangent is not None and gradient is not None and gradient.requires_grad
         ]
         if pairs:
@@ -195,19 +222,20 @@ def _differentiate_twice(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...
             )
             for i, gradient in zip(wanted, found, strict=True):
                 results[i] = gradient
-    return (*results, None, None, None)
+    return results
 
 
 chunk_scan_backward.register_autograd(_differentiate_twice, setup_context=_save_backward)
 
 
-def differentiable(backend: str | None) -> tuple[bool, str | None]:
-    """Whether these ops serve the backend that a call would use, and its name (None: picked per call).
+def differentiable(backend: str | None, backward: str = BACKWARD) -> tuple[bool, str | None]:
+    """Whether the custom ops around `backward` serve the backend that a call would use, and its name.
 
+    The name is None where it is picked per call.
     A backend without a backward of its own is left to torch's autograd.
     """
     from tilegym_mamba2.registry import ops
 
     name = choice(backend)[0]
-    entry = ops().get(BACKWARD)
+    entry = ops().get(backward)
     return entry is not None and (name is None or name in entry.backends), name

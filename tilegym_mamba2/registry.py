@@ -320,6 +320,16 @@ def choice(backend: str | None = None) -> tuple[str | None, str]:
     return (named, ENV) if named else (None, "")
 
 
+def only_in(backend: str, op_name: str, other: str) -> bool:
+    """Whether `op_name` has this backend and `other` has not."""
+    return _has(op_name, backend) and not _has(other, backend)
+
+
+def _has(op_name: str, backend: str) -> bool:
+    entry = _ops.get(op_name)
+    return entry is not None and backend in entry.backends
+
+
 def backend_status(op_name: str) -> dict[str, tuple[bool, str]]:
     """For each backend of the op, whether it can run on this machine, and why (not)."""
     if op_name not in _ops:

@@ -1,4 +1,6 @@
-"""Checks the arguments of the public ops, once, before a backend is picked; nothing else raises about them.
+"""Checks the arguments of the chunked ops, once, before a backend is picked; nothing else raises about them.
+
+What the full scan and the decoding step take beside them is in `validate_scan`.
 
 Shapes and dtypes, for all backends:
 
@@ -17,7 +19,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-__all__ = ["Dims", "validate_backward", "validate_forward"]
+__all__ = ["Dims", "dtype_name", "dtype_names", "state_dtypes", "validate_backward", "validate_forward"]
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Tuples: `in` finds a dtype by identity there, where a set would hash it first.
@@ -66,7 +68,7 @@ def validate_backward(
 ) -> Dims:
     """Checks the arguments of `mamba2_chunk_backward`; like `validate_forward`; `state_dtype` is floating."""
     if not isinstance(state_dtype, torch.dtype) or state_dtype not in _DT:
-        raise TypeError(f"state_dtype must be {_names(_FLOATS)}, got {state_dtype!r}")
+        raise TypeError(f"state_dtype must be {dtype_names(_FLOATS)}, got {state_dtype!r}")
     dims = _fast(x, a, b, c, d, dt, init_state, chunk_size, dout, dfinal_state)
     return dims or _check(
         {
@@ -207,18 +209,20 @@ def _wrong_shape(name: str, expected: tuple[int, ...] | None, tensor: torch.Tens
 def _check_dtypes(given: dict[str, torch.Tensor]) -> None:
     dtype = given["x"].dtype
     if dtype not in _FLOATS:
-        raise TypeError(f"x must have dtype {_names(_FLOATS)}, got {_name(dtype)}")
+        raise TypeError(f"x must have dtype {dtype_names(_FLOATS)}, got {dtype_name(dtype)}")
     for name, tensor in given.items():
         if name in ("b", "c", "dout"):
             allowed, why = (dtype,), " like x"
         elif name in ("a", "d"):
             allowed, why = (torch.float32, dtype), " (x's)" if dtype != torch.float32 else ""
         elif name in ("init_state", "dfinal_state"):
-            allowed, why = (torch.float64, torch.float32, torch.bfloat16, dtype), ""
+            allowed, why = state_dtypes(dtype), ""
         else:
             allowed, why = _FLOATS, ""
         if tensor.dtype not in allowed:
-            raise TypeError(f"{name} must have dtype {_names(allowed)}{why}, got {_name(tensor.dtype)}")
+            raise TypeError(
+                f"{name} must have dtype {dtype_names(allowed)}{why}, got {dtype_name(tensor.dtype)}"
+            )
 
 
 def _check_chunk_size(chunk_size: Any) -> None:
@@ -234,10 +238,17 @@ def _check_chunk_size(chunk_size: Any) -> None:
         raise ValueError(f"chunk_size must be at least 1, got {value}")
 
 
-def _name(dtype: Any) -> str:
+def state_dtypes(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    """What a state may be stored in beside x of `dtype`."""
+    return (torch.float64, torch.float32, torch.bfloat16, dtype)
+
+
+def dtype_name(dtype: Any) -> str:
+    """`float32` for torch.float32."""
     return str(dtype).removeprefix("torch.")
 
 
-def _names(dtypes: tuple[Any, ...]) -> str:
-    names = list(dict.fromkeys(map(_name, dtypes)))
+def dtype_names(dtypes: tuple[Any, ...]) -> str:
+    """`float32 or bfloat16`, each once."""
+    names = list(dict.fromkeys(map(dtype_name, dtypes)))
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"

@@ -1,0 +1,112 @@
+"""The chunked forward and backward of the publication, as public ops."""
+
+import operator
+
+import torch
+
+from tilegym_mamba2 import autograd
+from tilegym_mamba2.autocast import FULL, LOW, autocast
+from tilegym_mamba2.registry import resolve
+from tilegym_mamba2.validate import validate_backward, validate_forward
+
+__all__ = ["mamba2_chunk_backward", "mamba2_chunk_forward"]
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+# x, a, b, c, d, dt, init_state
+_AUTOCAST = (LOW, FULL, LOW, LOW, FULL, FULL, FULL)
+
+
+def mamba2_chunk_forward(
+    x: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    d: torch.Tensor | None,
+    dt: torch.Tensor,
+    init_state: torch.Tensor | None,
+    chunk_size: int = 64,
+    *,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The Mamba-2 recurrence over all tokens: outputs and final state.
+
+    Per batch row and head k, with group k // (H // G):
+
+        h_t = exp(a · dt_t) · h_{t-1} + dt_t · x_t b_tᵀ      (P, N), h_0 = init_state
+        y_t = h_t c_t + d · x_t                               (P,)
+
+    Args:
+        x: (B, T, H, P) in float64, float32, bfloat16 or float16.
+        a: (H,) natural-log decay rate, ≤ 0 (not checked); float32 or x's dtype.
+        b, c: (B, T, G, N) in x's dtype; G divides H.
+        d: (H,) weight of the skip term; float32 or x's dtype. None: no skip term.
+        dt: (B, T, H) step sizes as used, ≥ 0 (not checked); any of the four dtypes.
+        init_state: (B, H, P, N) in float32, bfloat16, float64 or x's dtype. None: zeros.
+        chunk_size: tokens per block, at least 1; changes the result only by rounding.
+        backend: backend of this call ("cutile", "torch", "tilegym", or one of your own). None: the choice of
+            `use_backend`, `tilegym.set_backend` or TILEGYM_MAMBA2_BACKEND, else the best that can run.
+
+    Inputs may have any strides and are not modified. All are on one device. Under autocast x, b and c go to
+    its dtype and a, d, dt and init_state to float32.
+
+    Differentiable in every tensor, on every backend that has a `mamba2_chunk_backward`; only the inputs are
+    saved. Second derivatives: backend "torch" alone, RuntimeError elsewhere.
+
+    Returns:
+        out (B, T, H, P) in x's dtype and final_state (B, H, P, N) in the dtype of init_state.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong; the message names it, what was expected and what came.
+        BackendUnavailable: the chosen backend cannot run on these tensors or on this machine.
+    """
+    tensors = autocast((x, a, b, c, d, dt, init_state), _AUTOCAST)
+    if torch.compiler.is_compiling():
+        return autograd.chunk_scan(*tensors, chunk_size, backend)
+    validate_forward(*tensors, chunk_size)
+    chunk_size = operator.index(chunk_size)
+    records = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    # A call through torch.library costs the host tens of microseconds: only where somebody asks for it.
+    if records or type(x) not in _PLAIN:
+        by_ops, name = autograd.differentiable(backend)
+        if by_ops:
+            return autograd.chunk_scan(*tensors, chunk_size, name)
+    _, forward = resolve("mamba2_chunk_forward", backend, tensors)
+    return forward(*tensors, chunk_size)
+
+
+def mamba2_chunk_backward(
+    x: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    d: torch.Tensor | None,
+    dt: torch.Tensor,
+    init_state: torch.Tensor | None,
+    dout: torch.Tensor | None,
+    dfinal_state: torch.Tensor | None,
+    chunk_size: int = 64,
+    state_dtype: torch.dtype = torch.float32,
+    *,
+    backend: str | None = None,
+) -> tuple[torch.Tensor | None, ...]:
+    """Gradients of `mamba2_chunk_forward`, given those of its results.
+
+    Args:
+        x, a, b, c, d, dt, init_state, chunk_size, backend: as in `mamba2_chunk_forward`.
+        dout: (B, T, H, P) in x's dtype, gradient of out. None: zero.
+        dfinal_state: (B, H, P, N) in float32, bfloat16, float64 or x's dtype, gradient of final_state.
+            None: zero.
+        state_dtype: dtype of the states that are computed again.
+
+    Returns:
+        dx, da, db, dc, dd, ddt, dinit_state, each in the shape and dtype of its input; dd and dinit_state are
+        None where d and init_state are.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong; the message names it, what was expected and what came.
+        BackendUnavailable: the chosen backend cannot run on these tensors or on this machine.
+    """
+    validate_backward(x, a, b, c, d, dt, init_state, dout, dfinal_state, chunk_size, state_dtype)
+    tensors = (x, a, b, c, d, dt, init_state, dout, dfinal_state)
+    _, backward = resolve("mamba2_chunk_backward", backend, tensors)
+    return backward(*tensors, operator.index(chunk_size), state_dtype)
