@@ -528,8 +528,9 @@ def test_a_kernel_compiles_at_most_twice_over_the_number_of_tokens(compilations:
 @pytest.mark.parametrize("decay", ["slow", "published"])
 def test_warmup_compiles_for_any_number_of_tokens(decay: str, compilations: Counter) -> None:
     # A size each, so that the first of the two leaves the second something to compile.
-    spec = replace(_FRESH, state_size={"slow": 24, "published": 40}[decay], decay=decay)
-    cutile.warmup(spec, DEVICE)
+    sizes = {"state_size": {"slow": 24, "published": 40}[decay], "num_tokens": max(_LENGTHS)}
+    spec = replace(_FRESH, **sizes, decay=decay)
+    tilegym_mamba2.warmup(spec, DEVICE)
     warm = compilations.total()
     assert warm > 0
     for tokens in _LENGTHS:

@@ -14,7 +14,7 @@ from tilegym_mamba2.registry import register, unregister, use_backend
 
 if TYPE_CHECKING:
     from tilegym_mamba2 import interpreter
-    from tilegym_mamba2.backends.cutile.forward import warmup
+    from tilegym_mamba2.backends.cutile.warmup import warmup
     from tilegym_mamba2.spec import SPECS, Mamba2ProblemSpec
 
 __version__ = "0.1.0"
@@ -40,7 +40,7 @@ _LAZY = {
     "Mamba2ProblemSpec": ("tilegym_mamba2.spec", "Mamba2ProblemSpec"),
     "SPECS": ("tilegym_mamba2.spec", "SPECS"),
     "interpreter": ("tilegym_mamba2.interpreter", None),
-    "warmup": ("tilegym_mamba2.backends.cutile.forward", "warmup"),
+    "warmup": ("tilegym_mamba2.backends.cutile.warmup", "warmup"),
 }
 
 

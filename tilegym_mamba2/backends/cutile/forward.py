@@ -20,10 +20,7 @@ from typing import Any
 
 import torch
 
-from tilegym_mamba2.errors import BackendUnavailable
-
 from . import tuning
-from .availability import available
 from .kernels import chunk_cumsum as _cumsum
 from .kernels import compute_out as _out
 from .kernels import fwd_pass_state as _states
@@ -36,7 +33,6 @@ __all__ = [
     "fwd_pass_state",
     "mamba2_chunk_forward",
     "supports",
-    "warmup",
 ]
 
 OP = "mamba2_chunk_forward"
@@ -507,43 +503,3 @@ def _rows_of(
 
 def _run_alone(launches: Sequence[Launch], device: torch.device) -> None:
     _Plan().run(launches, device)
-
-
-def warmup(spec: Any, device: torch.device | str | None = None) -> None:
-    """Compiles what `mamba2_chunk_forward` needs for a spec at any number of tokens, so that no later call
-    waits.
-
-    spec: a Mamba2ProblemSpec or the name of one. Over T there are two forms of each kernel, T a multiple of
-    16 or not: both are compiled, on `device` (default: the current GPU), by running the spec's sizes on
-    zeros. a and d are taken to be float32.
-
-    Raises ValueError or TypeError for what is no spec, BackendUnavailable where the kernels cannot run.
-    """
-    from tilegym_mamba2.spec import SPECS, Mamba2ProblemSpec
-
-    if isinstance(spec, str):
-        if spec not in SPECS:
-            raise ValueError(f"spec must be a name in tilegym_mamba2.SPECS, got {spec!r}")
-        spec = SPECS[spec]
-    elif not isinstance(spec, Mamba2ProblemSpec):
-        raise TypeError(f"spec must be a Mamba2ProblemSpec or the name of one, got {type(spec).__name__}")
-    device = torch.device("cuda" if device is None else device)
-    ok, reason = available(device)
-    if not ok:
-        raise BackendUnavailable(f"warmup: backend 'cutile' cannot run on {device}: {reason}")
-    dtype, batch = spec.dtype, spec.batch_size
-    heads, head_size, groups, state_size = spec.num_heads, spec.head_size, spec.num_groups, spec.state_size
-    aligned = max(16, spec.num_tokens // 16 * 16)
-    for tokens in (aligned, aligned + 1):
-        zeros = functools.partial(torch.zeros, device=device)
-        rate, init_state = zeros(heads), zeros(batch, heads, head_size, state_size, dtype=spec.state_dtype)
-        group = (batch, tokens, groups, state_size)
-        mamba2_chunk_forward(
-            zeros(batch, tokens, heads, head_size, dtype=dtype),
-            rate,
-            zeros(group, dtype=dtype),
-            zeros(group, dtype=dtype),
-            rate,
-            zeros(batch, tokens, heads, dtype=spec.step_dtype),
-            init_state,
-        )

@@ -156,7 +156,7 @@ def run_plan(launches: Sequence[Launch], device: torch.device, op_name: str, com
         raise RuntimeError(
             f"{op_name}: warm up first: a kernel for these shapes, dtypes and strides is not compiled yet, "
             "and nothing may compile inside CUDA graph capture. Call the op once with such tensors before "
-            "the capture, or tilegym_mamba2.warmup(spec)"
+            f"the capture, or tilegym_mamba2.warmup(spec{', backward=True' if 'backward' in op_name else ''})"
         )
     run(launches, device)
     _compiled.update(signatures)
