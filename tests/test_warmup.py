@@ -25,7 +25,29 @@ CASES = {
     ),
     "short": replace(PUBLISHED, num_tokens=100, state_size=64),
 }
-TOKENS = (2, 15, 16, 17, 40, 64, 65, 72, 128, 200, 256, 257, 513, 1000, 1024, 2048, 4100, 8192, 8200, 16001)
+TOKENS = (
+    2,
+    15,
+    16,
+    17,
+    40,
+    64,
+    65,
+    72,
+    128,
+    200,
+    256,
+    257,
+    513,
+    1000,
+    1024,
+    1440,
+    2048,
+    4100,
+    6000,
+    8200,
+    16001,
+)
 
 
 def forms(spec: Mamba2ProblemSpec, tokens: int, call: Callable[[], Any]) -> set[tuple[str, int, str]]:

@@ -52,16 +52,13 @@ def warmup(spec: Any, device: torch.device | str | None = None, *, backward: boo
 def lengths(spec: Any, arch: str) -> list[int]:
     """Numbers of tokens at which all forms of the kernels appear that the spec's own or fewer need."""
     longest = max(16, spec.num_tokens // 16 * 16)
-    bases = {longest}
-    # One for each configuration that the tables give to some length. The first is short enough for the
-    # backward to cut the heads of a group in parts, which is another form of two kernels.
-    seen = set()
-    for tokens in (2**power for power in range(4, longest.bit_length())):
+    # The longest for each configuration that the tables give to some length: a short one is one segment.
+    of_config = {}
+    for tokens in (*(2**power for power in range(4, longest.bit_length())), longest):
         key = tuning.key_of(arch, spec.dtype, tokens, spec.num_heads, spec.head_size, spec.state_size)
-        config, _ = tuning.lookup(key)
-        if config not in seen:
-            seen.add(config)
-            bases.add(tokens)
+        of_config[tuning.lookup(key)[0]] = tokens
+    # In the shortest the backward cuts the heads of a group in parts: another form of two kernels.
+    bases = {16, *of_config.values()}
     steps = (0, 1, 8) if spec.num_heads * spec.step_dtype.itemsize % 16 else (0, 1)
     return [base + step for base in sorted(bases) for step in steps]
 
