@@ -248,16 +248,17 @@ def test_doctor_shows_what_was_found(tileiras: str) -> None:
 def test_doctor_prints_the_kernel_table(monkeypatch: pytest.MonkeyPatch) -> None:
     from tilegym_mamba2.backends.cutile import inspection
 
-    row = {"kernel": "compute_out", "arch": "sm_90", "dtype": "bfloat16", "registers": 128, "stack": 0}
+    row = {"op": "forward", "kernel": "compute_out", "arch": "sm_90", "dtype": "bfloat16", "registers": 128}
     asked = []
     monkeypatch.setattr(inspection, "report", lambda **options: asked.append(options) or [row])
     table = invoke("doctor", "--kernels")
     assert table.exit_code == 0
-    for part in ("compute_out", "sm_90", "128", "HGMMA", "UTMALDG"):
+    for part in ("forward", "compute_out", "sm_90", "128", "HGMMA", "UTMALDG"):
         assert part in table.stdout
-    rows = json.loads(invoke("doctor", "--kernels", "--arch", "sm_90", "--json").stdout)
+    rows = json.loads(invoke("doctor", "--kernels", "--arch", "sm_90", "--op", "backward", "--json").stdout)
     assert rows == {"kernels": [row]}
-    assert asked == [{}, {"archs": ["sm_90"]}]
+    assert asked == [{}, {"archs": ["sm_90"], "ops": ["backward"]}]
+    assert_one_line_error(invoke("doctor", "--op", "forward"), "--op goes with --kernels")
     assert_one_line_error(invoke("doctor", "--arch", "sm_90"), "--arch goes with --kernels")
 
     broken = {"kernel": "pass_states", "arch": "sm_90", "dtype": "fp16", "error": "no [such] tile"}

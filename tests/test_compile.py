@@ -225,13 +225,22 @@ def test_signatures_are_what_a_launch_compiles_for(name: str) -> None:
 
 
 def test_report_has_a_row_for_each_kernel() -> None:
-    rows = inspection.report(["sm_90"], ["bf16"])
+    rows = inspection.report(["sm_90"], ["bf16"], ops=["forward"])
     assert {row["kernel"] for row in rows} == set(KERNELS)
-    columns = {"kernel", "arch", "dtype", "registers", "shared", "stack", *inspection.COUNTED}
+    columns = {"op", "kernel", "arch", "dtype", "registers", "shared", "stack", *inspection.COUNTED}
     assert all(set(row) == columns for row in rows)
     (out,) = [row for row in rows if row["kernel"] == "compute_out"]
     assert (out["arch"], out["dtype"]) == ("sm_90", "bf16")
     assert out["HGMMA"] > 0 and out["UTMALDG"] > 0 and out["registers"] > 64 and out["shared"] > 32768
+
+
+def test_report_of_both_ops_names_each_kernel_once() -> None:
+    rows = inspection.report(["sm_999"], ["bf16"])
+    kernels = [row["kernel"] for row in rows]
+    launched = inspection.backward_launches(SPECS["published"], "sm_90")
+    assert set(kernels) == set(KERNELS) | {name_of(launch) for launch in launched}
+    assert len(kernels) == len(set(kernels))
+    assert {row["kernel"] for row in rows if row["op"] == "forward"} == set(KERNELS)
 
 
 def test_report_refuses_what_it_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,6 +248,8 @@ def test_report_refuses_what_it_does_not_know(monkeypatch: pytest.MonkeyPatch) -
         inspection.report(["hopper"], ["bf16"])
     with pytest.raises(ValueError, match="dtype must be one of bf16, fp16, fp32, tf32, got 'int8'"):
         inspection.report(["sm_90"], ["int8"])
+    with pytest.raises(ValueError, match="op must be one of forward, backward, got 'sideways'"):
+        inspection.report(["sm_90"], ["bf16"], ops=["sideways"])
     monkeypatch.setattr(inspection, "find_program", lambda name: None)
     inspection._tool.cache_clear()
     with pytest.raises(RuntimeError, match="cuobjdump, which reads compiled kernels, is not installed: pip"):
@@ -247,13 +258,13 @@ def test_report_refuses_what_it_does_not_know(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_kernel_that_does_not_compile_has_a_row_that_says_so() -> None:
-    rows = inspection.report(["sm_999"], ["bf16"])
+    rows = inspection.report(["sm_999"], ["bf16"], ops=["forward"])
     assert {row["kernel"] for row in rows} == set(KERNELS)
     assert all("does not compile for sm_999" in row["error"] for row in rows)
 
 
 def test_the_command_prints_the_table() -> None:
-    done = CliRunner().invoke(cli.app, ["doctor", "--kernels", "--arch", "sm_90"])
+    done = CliRunner().invoke(cli.app, ["doctor", "--kernels", "--arch", "sm_90", "--op", "forward"])
     assert done.exit_code == 0, done.output
     for word in (*KERNELS, *MODES, "registers", "UTMALDG"):
         assert word in done.stdout

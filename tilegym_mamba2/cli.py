@@ -250,14 +250,17 @@ def doctor(
     arch: Annotated[
         list[str] | None, typer.Option(help="With --kernels: only for this GPU, as sm_90; repeatable.")
     ] = None,
+    op: Annotated[
+        list[str] | None, typer.Option(help="With --kernels: only of forward or backward; repeatable.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
 ) -> None:
     """Show what the kernels need, what was found of it, and what to install."""
     if kernels:
-        _kernel_report(arch, as_json)
+        _kernel_report(arch, op, as_json)
         return
-    if arch:
-        _fail("--arch goes with --kernels")
+    if arch or op:
+        _fail(f"{'--arch' if arch else '--op'} goes with --kernels")
     from dataclasses import asdict
 
     from tilegym_mamba2 import run
@@ -286,6 +289,7 @@ def doctor(
 
 
 _KERNEL_COLUMNS = (
+    "op",
     "kernel",
     "arch",
     "dtype",
@@ -300,12 +304,13 @@ _KERNEL_COLUMNS = (
 )
 
 
-def _kernel_report(archs: list[str] | None, as_json: bool) -> None:
+def _kernel_report(archs: list[str] | None, ops: list[str] | None, as_json: bool) -> None:
     from tilegym_mamba2.backends.cutile import inspection
 
     try:
         with _errors.status("compiling kernels, a few seconds each …"):
-            rows = inspection.report(archs=archs) if archs else inspection.report()
+            chosen = {name: values for name, values in (("archs", archs), ("ops", ops)) if values}
+            rows = inspection.report(**chosen)
     except (OSError, RuntimeError, ValueError) as error:
         _fail(error)
     broken = [row for row in rows if row.get("error")]

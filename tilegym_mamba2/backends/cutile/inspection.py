@@ -45,6 +45,7 @@ MODES: dict[str, tuple[torch.dtype, str]] = {
     "fp32": (torch.float32, "highest"),
     "tf32": (torch.float32, "high"),
 }
+OPS = ("forward", "backward")
 COUNTED = ("HGMMA", "LDSM", "STS", "BAR", "UTMALDG")
 TOOLS = "pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm"
 
@@ -76,22 +77,24 @@ def report(
     spec: Mamba2ProblemSpec = SPECS["published"],
     *,
     config: tuning.ForwardConfig | None = None,
+    ops: Sequence[str] = OPS,
 ) -> list[dict[str, Any]]:
-    """Compiles every kernel of the forward for every arch and dtype, as a call on such a GPU would.
+    """Compiles every kernel for every arch and dtype, as a call on such a GPU would.
 
     Args:
         archs: GPUs as tileiras names them: "sm_90".
         dtypes: keys of `MODES`; "tf32" is float32 inputs below "highest" precision.
         spec: whose sizes to take; its dtype is replaced.
-        config: instead of the one that the tables give for each arch.
+        config: of the forward, instead of the one that the tables give for each arch.
+        ops: of `OPS`. A kernel that several launch is compiled as the first of them does.
 
     Returns:
-        A row for each kernel, arch and dtype: kernel, arch, dtype, registers, shared and stack (bytes), and
-        the number of HGMMA, LDSM, STS, BAR and UTMALDG instructions. A kernel that does not compile has a row
-        with `error` instead of numbers.
+        A row for each kernel, arch and dtype: op, kernel, arch, dtype, registers, shared and stack (bytes),
+        and the number of HGMMA, LDSM, STS, BAR and UTMALDG instructions. A kernel that does not compile has a
+        row with `error` instead of numbers.
 
     Raises:
-        ValueError: an unknown arch or dtype. RuntimeError: cuobjdump or nvdisasm is missing. OSError: the
+        ValueError: an unknown arch, dtype or op. RuntimeError: cuobjdump or nvdisasm is missing. OSError: the
         compiler is.
     """
     for arch in archs:
@@ -100,15 +103,30 @@ def report(
     for name in dtypes:
         if name not in MODES:
             raise ValueError(f"dtype must be one of {', '.join(MODES)}, got {name!r}")
+    for name in ops:
+        if name not in OPS:
+            raise ValueError(f"op must be one of {', '.join(OPS)}, got {name!r}")
     _tool("cuobjdump"), _tool("nvdisasm")
-    jobs = [
-        (arch, name, launch)
-        for arch in archs
-        for name in dtypes
-        for launch in kernels_of(replace(spec, dtype=MODES[name][0]), arch, config, MODES[name][1])
-    ]
+    jobs = []
+    for arch in archs:
+        for name in dtypes:
+            dtype, precision = MODES[name]
+            of_dtype = replace(spec, dtype=dtype)
+            found: dict[str, tuple[str, str, str, Launch]] = {}
+            for op in ops:
+                for launch in _launches(op, of_dtype, arch, config, precision):
+                    found.setdefault(name_of(launch), (op, arch, name, launch))
+            jobs += found.values()
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(lambda job: _row(*job), jobs))
+
+
+def _launches(
+    op: str, spec: Mamba2ProblemSpec, arch: str, config: tuning.ForwardConfig | None, precision: str
+) -> list[Launch]:
+    if op == "forward":
+        return kernels_of(spec, arch, config, precision)
+    return backward_launches(spec, arch, precision)
 
 
 def kernels_of(
@@ -239,8 +257,8 @@ def _matmul_precision(precision: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def _row(arch: str, dtype: str, launch: Launch) -> dict[str, Any]:
-    row: dict[str, Any] = {"kernel": name_of(launch), "arch": arch, "dtype": dtype}
+def _row(op: str, arch: str, dtype: str, launch: Launch) -> dict[str, Any]:
+    row: dict[str, Any] = {"op": op, "kernel": name_of(launch), "arch": arch, "dtype": dtype}
     try:
         code = compiled(launch.kernel, signature_of(launch), arch)
     except RuntimeError as error:
