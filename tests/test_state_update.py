@@ -1,0 +1,305 @@
+"""The decoding step: against the token loop and the scan, on slots of a pool, and under torch.compile."""
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests import scan_oracle
+from tests.scanning import Shape, call, error
+from tilegym_mamba2 import interpreter, mamba2_state_update, ops_step, registry
+
+BACKENDS = [name for name in ("torch", "cutile") if name in registry.ops()["mamba2_state_update"].backends]
+every_backend = pytest.mark.parametrize("backend", BACKENDS)
+PRECISION = {"torch": (torch.float64, 1e-12), "cutile": (torch.float32, 2e-6)}
+PER_TOKEN = ("x", "dt", "b", "c", "z")
+EVERYTHING = Shape(
+    tokens=3, d="HP", z=True, dt_bias=True, dt_softplus=True, dt_limit=(0.3, 1.2), init_state=True
+)
+
+
+@contextlib.contextmanager
+def running(backend: str) -> Iterator[None]:
+    with interpreter.interpret() if backend == "cutile" else contextlib.nullcontext():
+        yield
+
+
+def step(state: torch.Tensor, values: dict[str, Any], tokens: Any = slice(None), **options: Any) -> Any:
+    """`tokens` of the values as one step; an integer gives the form without K."""
+    cut = {n: v[:, tokens] if n in PER_TOKEN else v for n, v in values.items()} | options
+    positional = [cut.pop(name) for name in ("x", "dt", "a", "b", "c")]
+    for name in ("init_state", "chunk_size"):
+        cut.pop(name, None)
+    return mamba2_state_update(state, *positional, **cut)
+
+
+# ---- against the token loop
+
+
+@st.composite
+def problems(draw: Any) -> Shape:
+    heads, groups = draw(st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 2), (6, 3)]))
+    return Shape(
+        tokens=draw(st.integers(1, 4)),
+        batch=draw(st.integers(1, 4)),
+        heads=heads,
+        head_size=draw(st.integers(1, 9)),
+        groups=groups,
+        state_size=draw(st.integers(1, 9)),
+        d=draw(st.sampled_from([None, "H", "HP"])),
+        z=draw(st.booleans()),
+        dt_bias=draw(st.booleans()),
+        dt_softplus=draw(st.booleans()),
+        dt_limit=draw(st.sampled_from([(0.0, math.inf), (0.05, 0.3)])),
+        init_state=True,
+    )
+
+
+@every_backend
+@settings(max_examples=60, derandomize=True, database=None)
+@given(problems(), st.booleans(), st.integers(0, 2**20))
+def test_random_steps(backend: str, shape: Shape, pooled: bool, seed: int) -> None:
+    dtype, tolerance = PRECISION[backend]
+    values = shape.values(dtype, seed)
+    out, final, *_ = scan_oracle.scan(**values)
+    state = values["init_state"].clone()
+    indices = None
+    if pooled:
+        pool = torch.full((shape.batch + 3, *state.shape[1:]), math.nan, dtype=dtype)
+        generator = torch.Generator().manual_seed(seed)
+        indices = torch.randperm(shape.batch + 3, generator=generator)[: shape.batch]
+        pool[indices] = state
+        state = pool
+    with running(backend):
+        got = step(state, values, state_indices=indices, backend=backend)
+    assert got.shape == out.shape and got.dtype == dtype
+    assert error(got, out) <= tolerance
+    assert error(state if indices is None else state[indices], final) <= tolerance
+    if pooled:
+        assert state.isnan().flatten(1).all(1).sum() == 3
+
+
+@every_backend
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_dtypes(backend: str, dtype: torch.dtype, state_dtype: torch.dtype) -> None:
+    values = EVERYTHING.values(dtype, seed=4)
+    values["init_state"] = values["init_state"].to(state_dtype)
+    out, final, *_ = scan_oracle.scan(**values)
+    state = values["init_state"].clone()
+    with running(backend):
+        got = step(state, values, backend=backend)
+    rounding = {torch.float32: 1e-6, torch.bfloat16: 3e-3, torch.float16: 4e-4}
+    assert (got.dtype, state.dtype) == (dtype, state_dtype)
+    assert error(got, out) <= rounding[dtype]
+    # K tokens round the state once.
+    assert error(state, final) <= rounding[state_dtype]
+
+
+@every_backend
+def test_one_token_without_and_with_k(backend: str) -> None:
+    dtype, _ = PRECISION[backend]
+    values = EVERYTHING.values(dtype)
+    first, second = (values["init_state"].clone() for _ in range(2))
+    with running(backend):
+        without = step(first, values, 1, backend=backend)
+        with_k = step(second, values, slice(1, 2), backend=backend)
+    assert without.shape == (2, 4, 3) and with_k.shape == (2, 1, 4, 3)
+    assert torch.equal(without, with_k[:, 0]) and torch.equal(first, second)
+
+
+# ---- with the scan
+
+
+@every_backend
+@pytest.mark.parametrize("d", ["H", "HP"])
+@pytest.mark.parametrize("at_once", [1, 4])
+def test_prefill_and_steps_equal_one_scan(backend: str, d: str, at_once: int) -> None:
+    shape = Shape(
+        tokens=100, d=d, z=True, dt_bias=True, dt_softplus=True, dt_limit=(0.2, 1.0), init_state=True
+    )
+    values = shape.values(torch.float32, seed=7)
+    scan_backend = backend if backend in registry.ops()["mamba2_chunk_scan"].backends else "torch"
+    prefill = {n: v[:, :40] if n in PER_TOKEN else v for n, v in values.items()}
+    with running(backend):
+        whole, whole_final = call(values, backend=scan_backend)
+        out, state = call(prefill, backend=scan_backend)
+        outs = [out]
+        for t in range(40, 100, at_once):
+            outs.append(step(state, values, slice(t, t + at_once), backend=backend))
+    assert error(torch.cat(outs, dim=1), whole) <= 1e-5
+    assert error(state, whole_final) <= 1e-5
+
+
+@every_backend
+def test_4096_steps_keep_their_digits(backend: str) -> None:
+    # h <- e^-0.001 h + 0.01: 0.01 (1 - e^-4.096) / (1 - e^-0.001) = 9.83853.
+    state = torch.zeros(1, 1, 1, 1)
+    one, a = torch.ones(1, 1, 1), torch.tensor([-1e-3])
+    dt, b = torch.ones(1, 1), torch.full((1, 1, 1), 0.01)
+    with running(backend), torch.no_grad():
+        for _ in range(4096):
+            mamba2_state_update(state, one, dt, a, b, one, backend=backend)
+    assert state.item() == pytest.approx(9.83853, rel=5e-5)
+
+
+# ---- slots
+
+
+@every_backend
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("indices", [(3, -1, 0, 5), (-1, 2, -1, 0), (-1, -1, -1, -1), (0, 1, 2, 3)])
+def test_slots_of_a_pool(backend: str, indices: tuple[int, ...], index_dtype: torch.dtype) -> None:
+    dtype, tolerance = PRECISION[backend]
+    shape = Shape(tokens=2, batch=4, d="H", z=True, init_state=True)
+    values = shape.values(dtype)
+    pool = torch.randn(6, 4, 3, 5, generator=torch.Generator().manual_seed(0), dtype=dtype)
+    before = pool.clone()
+    used = [i for i in indices if i >= 0]
+    for row, slot in enumerate(indices):
+        values["init_state"][row] = before[slot] if slot >= 0 else 0
+        if slot < 0:
+            # A row without a slot may hold anything.
+            values["x"][row] = values["dt"][row] = math.nan
+    with running(backend):
+        out = step(pool, values, state_indices=torch.tensor(indices, dtype=index_dtype), backend=backend)
+    for row in [row for row, slot in enumerate(indices) if slot < 0]:
+        assert not out[row].any()
+        values["x"][row] = values["dt"][row] = 0
+    expected, final, *_ = scan_oracle.scan(**values)
+    for row, slot in enumerate(indices):
+        if slot >= 0:
+            assert error(out[row], expected[row]) <= tolerance
+            assert error(pool[slot], final[row]) <= tolerance
+    untouched = [i for i in range(6) if i not in used]
+    assert torch.equal(pool[untouched], before[untouched])
+
+
+@every_backend
+def test_writes_into_out_and_strided_state(backend: str) -> None:
+    dtype, _ = PRECISION[backend]
+    values = EVERYTHING.values(dtype)
+    plain = values["init_state"].clone()
+    wide = torch.full((2, 3, 4, 7, 5), math.nan, dtype=dtype)
+    state = wide[:, 1, :, 2:5]
+    state.copy_(plain)
+    target = torch.full((2, 3, 8, 3), math.nan, dtype=dtype)
+    with running(backend):
+        expected = step(plain, values, backend=backend)
+        got = step(state, values, out=target[:, :, ::2], backend=backend)
+    assert got.data_ptr() == target.data_ptr()
+    assert torch.equal(target[:, :, ::2], expected) and target[:, :, 1::2].isnan().all()
+    assert torch.equal(state, plain)
+    assert wide.isnan().sum() == wide.numel() - state.numel()
+
+
+@every_backend
+def test_no_rows(backend: str) -> None:
+    dtype, _ = PRECISION[backend]
+    values = Shape(tokens=1, batch=0, init_state=True).values(dtype)
+    pool = torch.ones(2, 4, 3, 5, dtype=dtype)
+    with running(backend):
+        out = step(pool, values, 0, state_indices=torch.zeros(0, dtype=torch.int64), backend=backend)
+    assert out.shape == (0, 4, 3) and (pool == 1).all()
+
+
+# ---- what torch puts around it
+
+
+@every_backend
+@pytest.mark.parametrize("token", [0, slice(None)], ids=["one", "several"])
+def test_compiled_equals_eager(backend: str, token: Any) -> None:
+    values = EVERYTHING.values(torch.float32) | {"dt_limit": (0.0, math.inf)}
+    indices = torch.tensor([2, -1])
+    pool = torch.randn(3, 4, 3, 5)
+
+    def twice(pool: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        first = step(pool, values, token, state_indices=indices, backend=backend)
+        return first, step(pool, values, token, state_indices=indices, backend=backend), pool.sum()
+
+    eager_pool, compiled_pool = pool.clone(), pool.clone()
+    with running(backend), torch.no_grad():
+        expected = twice(eager_pool)
+        got = torch.compile(twice, fullgraph=True, backend="aot_eager")(compiled_pool)
+    assert all(torch.equal(g, e) for g, e in zip(got[:2], expected[:2], strict=True))
+    assert got[2].item() == pytest.approx(expected[2].item(), rel=1e-5)
+    assert torch.equal(compiled_pool, eager_pool) and not torch.equal(compiled_pool, pool)
+    torch._dynamo.reset()
+
+
+@every_backend
+def test_opcheck(backend: str) -> None:
+    values = EVERYTHING.values(torch.float32)
+    state, x = values["init_state"], values["x"]
+    middle = (values["dt"], values["a"], values["b"], values["c"], values["d"], values["z"])
+    arguments = (state, x, *middle, values["dt_bias"], torch.tensor([1, -1]), True, 0.3, 1.2)
+    with running(backend):
+        torch.library.opcheck(ops_step.state_update, (*arguments, torch.zeros_like(x), backend))
+
+
+@every_backend
+def test_inference_mode_and_autocast(backend: str) -> None:
+    values = EVERYTHING.values(torch.float32)
+    state, plain = values["init_state"].clone(), values["init_state"].clone()
+    low = {n: v.bfloat16() if n in ("x", "b", "c", "z") else v for n, v in values.items()}
+    with running(backend):
+        expected = step(plain, low, backend=backend)
+        with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+            got = step(state, values, backend=backend)
+    assert got.dtype == torch.bfloat16 and torch.equal(got, expected) and torch.equal(state, plain)
+
+
+def test_gradients_are_refused() -> None:
+    values = EVERYTHING.values(torch.float32)
+    values["a"].requires_grad_()
+    state = values["init_state"].clone()
+    with pytest.raises(RuntimeError, match="not differentiable, and an input requires grad: call it under"):
+        step(state, values)
+    assert torch.equal(state, values["init_state"])
+    with torch.no_grad():
+        assert not step(state, values, backend="torch").requires_grad
+
+
+def test_eager_calls_skip_torch_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops_step, "state_update", None)
+    values = EVERYTHING.values()
+    assert step(values["init_state"], values, backend="torch").shape == (2, 3, 4, 3)
+
+
+def test_tilegym_knows_the_op() -> None:
+    import tilegym
+
+    assert tilegym.ops.mamba2_state_update is mamba2_state_update
+
+
+# ---- on a GPU
+
+
+@pytest.mark.gpu
+@every_backend
+def test_a_replayed_graph_follows_new_data(backend: str) -> None:
+    values = {n: v.cuda() if torch.is_tensor(v) else v for n, v in EVERYTHING.values(torch.float32).items()}
+    indices = torch.tensor([2, -1], device="cuda")
+    pool = torch.randn(3, 4, 3, 5, device="cuda")
+    with torch.no_grad():
+        step(pool.clone(), values, state_indices=indices, backend=backend)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step(pool.clone(), values, state_indices=indices, backend=backend)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        graph, captured_pool = torch.cuda.CUDAGraph(), pool.clone()
+        with torch.cuda.graph(graph):
+            captured = step(captured_pool, values, state_indices=indices, backend=backend)
+        captured_pool.copy_(pool)
+        values["x"].mul_(2)
+        indices.copy_(torch.tensor([-1, 0], device="cuda"))
+        graph.replay()
+        expected_pool = pool.clone()
+        expected = step(expected_pool, values, state_indices=indices, backend=backend)
+    assert torch.equal(captured, expected) and torch.equal(captured_pool, expected_pool)
