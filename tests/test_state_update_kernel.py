@@ -197,7 +197,7 @@ def problems(draw_from: st.DrawFn) -> tuple[dict[str, Any], Options]:
     for name in ("state", "x", "b", "c", "z"):
         if inputs[name] is not None:
             inputs[name] = strided(inputs[name], pick(LAYOUT))
-    limit = pick(st.sampled_from((NO_LIMIT, (0.0, 0.5), (0.1, 1.0), (-math.inf, math.inf))))
+    limit = pick(st.sampled_from((NO_LIMIT, (0.0, 0.5), (0.1, 1.0), (-0.5, math.inf))))
     return inputs, Options(pick(st.booleans()), limit)
 
 
@@ -475,12 +475,15 @@ def compile_jobs() -> dict[tuple[str, str], Any]:
     for dtype, state_dtype in ((BF16, BF16), (FP16, FP16), (FP32, FP32)):
         spec = replace(MANY, dtype=dtype, state_dtype=state_dtype)
         jobs[f"{dtype} state {state_dtype}", "sm_90"] = launches(spec)
+        jobs[f"{dtype} state {state_dtype} bare", "sm_90"] = launches(spec, **BARE)
+        jobs[f"{dtype} state {state_dtype} no slots", "sm_90"] = launches(spec, state_indices=None)
     for p, n in ((16, 16), (80, 96), (128, 256), (256, 512), (64, 1000)):
         for state_dtype in (FP32, BF16):
             spec = replace(MANY, head_size=p, state_size=n, state_dtype=state_dtype)
             jobs[f"p{p} n{n} {state_dtype}", "sm_90"] = launches(spec)
     changes = {
         "bare": BARE,
+        "no slots": {"state_indices": None},
         "64-bit": {"state": meta(4096, 128, 64, 128)},
         "long slots": {"state_indices": torch.empty(256, dtype=torch.int64, device="meta")},
         "strided": {

@@ -43,9 +43,13 @@ class StateUpdateConfig:
         return tile
 
     def hints(self, state: torch.Tensor, tile_n: int) -> tuple[tuple[str, int], ...]:
-        """Compiler hints: more columns than a warp holds at once, ragged or scattered ones take registers."""
-        harder = (tile_n > 128) + (state.shape[3] != tile_n) + 2 * (state.stride(3) != 1)
-        occupancy = min(self.occupancy, (self.occupancy, 3, 2, 2, 2)[harder])
+        """Compiler hints; fewer blocks to a multiprocessor where threads would have to spill registers."""
+        ragged, wide = state.shape[3] != tile_n, tile_n > 128
+        occupancy = self.occupancy
+        if (ragged and wide) or state.stride(3) != 1:
+            occupancy = min(occupancy, 2)
+        elif ragged or wide or state.element_size() == 2:
+            occupancy = min(occupancy, 3)
         return (("num_worker_warps", self.warps), ("occupancy", occupancy))
 
 
