@@ -156,27 +156,28 @@ def _fast_step(
     """Whether all is well, in a fraction of the time of `_check_step`, which has the names and messages."""
     try:
         x_shape, b_shape = x.shape, b.shape
-        *lead, heads, head_size = x_shape
-        *b_lead, groups, state_size = b_shape
-        dtype, device, slots = x.dtype, x.device, state.shape[0]
+        several = len(x_shape) == 4
+        batch, heads, head_size = x_shape[0], x_shape[-2], x_shape[-1]
+        groups, state_size = b_shape[-2], b_shape[-1]
+        slots, *state_sizes = state.shape
+        dtype, device = x.dtype, x.device
         return bool(
             dtype in _FLOATS
-            and len(lead) in (1, 2)
-            and b_lead == lead
-            and lead[-1] + 2 - len(lead)
+            and (several and x_shape[1] or len(x_shape) == 3)
             and head_size
             and state_size
             and groups
             and heads
             and heads % groups == 0
-            and state.shape[1:] == (heads, head_size, state_size)
-            and (slots == lead[0] if state_indices is None else True)
+            and b_shape[:-2] == x_shape[:-2]
+            and state_sizes == [heads, head_size, state_size]
+            and (slots == batch or state_indices is not None)
             and c.shape == b_shape
             and dt.shape == x_shape[:-1]
             and a.shape == (heads,)
             and b.dtype is dtype
             and c.dtype is dtype
-            and a.dtype in (torch.float32, dtype)
+            and (a.dtype is torch.float32 or a.dtype is dtype)
             and dt.dtype in _FLOATS
             and state.dtype in _FLOATS
             and state.device == device
@@ -184,18 +185,18 @@ def _fast_step(
             and a.device == device
             and b.device == device
             and c.device == device
-            and _fits(d, ((heads,), (heads, head_size)), (torch.float32, dtype), device)
-            and _fits(z, (x_shape,), (dtype,), device)
-            and _fits(dt_bias, ((heads,),), (torch.float32, dtype), device)
-            and _fits(state_indices, ((lead[0],),), _INTS, device)
-            and _fits(out, (x_shape,), (dtype,), device)
+            and (d is None or _fits(d, ((heads,), (heads, head_size)), (torch.float32, dtype), device))
+            and (z is None or z.shape == x_shape and z.dtype is dtype and z.device == device)
+            and (dt_bias is None or _fits(dt_bias, ((heads,),), (torch.float32, dtype), device))
+            and (state_indices is None or _fits(state_indices, ((batch,),), _INTS, device))
+            and (out is None or out.shape == x_shape and out.dtype is dtype and out.device == device)
         )
-    except (AttributeError, TypeError, ValueError):
+    except (AttributeError, IndexError, TypeError, ValueError):
         return False
 
 
 def _fits(tensor: Any, shapes: tuple[Any, ...], dtypes: tuple[Any, ...], device: torch.device) -> bool:
-    return tensor is None or (tensor.shape in shapes and tensor.dtype in dtypes and tensor.device == device)
+    return tensor.shape in shapes and tensor.dtype in dtypes and tensor.device == device
 
 
 def _check_step(
