@@ -62,13 +62,21 @@ def same(first: dict[str, Any], second: dict[str, Any]) -> bool:
 
 CONFIGS = {
     "one segment": {"min_segment_tiles": 10**6},
-    "a segment a tile": {"min_segment_tiles": 1, "segment_blocks": 10**4},
-    "short last segment": {"min_segment_tiles": 2, "segment_blocks": 10**4},
-    "tiles of 32 tokens": {"tile_tokens": 32, "min_segment_tiles": 2},
+    "a segment a tile": {"max_segment_tiles": 1, "min_segment_tiles": 1},
+    "a segment a tile, one at a time": {"max_segment_tiles": 1, "min_segment_tiles": 1, "piece_blocks": 1},
+    "short last segment": {"max_segment_tiles": 2, "min_segment_tiles": 2},
+    "short last segment, alone": {"max_segment_tiles": 2, "min_segment_tiles": 2, "piece_blocks": 10},
+    "tiles of 32 tokens": {"tile_tokens": 32, "max_segment_tiles": 2, "min_segment_tiles": 2},
     "tiles of 128 tokens": {"tile_tokens": 128},
     "a part a head": {"part_blocks": 10**4},
     "two parts of a group": {"part_blocks": 18},
-    "narrow tiles of N": {"token_tile_n_max": 16, "group_tile_n_max": 16, "state_tile_n": 16},
+    "apart": {"fused_tile_n_max": 0},
+    "narrow tiles of N": {
+        "fused_tile_n_max": 0,
+        "token_tile_n_max": 16,
+        "group_tile_n_max": 16,
+        "state_tile_n": 16,
+    },
     "heads one by one": {"rows_heads": 1, "sum_tile": 16},
 }
 

@@ -11,30 +11,25 @@ from tilegym_mamba2.backends.cutile.inspection import MODES, name_of, signature_
 from tilegym_mamba2.spec import SPECS, Mamba2ProblemSpec
 
 PUBLISHED = SPECS["published"]
-OWN = (
-    "segment_dstates",
-    "pass_dstates",
-    "tile_states",
-    "tile_dstates",
-    "compute_dx",
-    "finish_dt",
-    "sum_heads",
-    "compute_dbc",
-)
-LARGE = ("tile_states", "compute_dx", "compute_dbc")
+WALKS = ("segment_borders", "pass_borders", "tile_states")
+DECAY = ("finish_dt", "sum_heads")
+APART = ("compute_dx", "compute_dbc")
+LARGE = ("tile_states", *APART)
 # (arch, mode): the kernels of which no one may spill.
 NO_SPILLS = {
-    ("sm_90", "bf16"): OWN,
-    ("sm_90", "fp16"): OWN,
-    ("sm_100", "bf16"): LARGE,
+    ("sm_90", "bf16"): (*WALKS, "compute_gradients", *DECAY),
+    ("sm_90", "fp16"): (*WALKS, *APART, *DECAY),
+    ("sm_100", "bf16"): ("tile_states", "compute_gradients"),
     ("sm_100", "fp16"): LARGE,
 }
 COMPILES = {
     ("sm_80", "bf16"): LARGE,
-    ("sm_103", "bf16"): LARGE,
+    ("sm_103", "bf16"): ("tile_states", "compute_gradients"),
     ("sm_120", "bf16"): LARGE,
     ("sm_90", "fp32"): LARGE,
 }
+# No room for the sums of all gradients: two kernels.
+WIDE_STATE = replace(PUBLISHED, state_size=256)
 
 
 def launches(arch: str, mode: str, kernels: tuple[str, ...], spec: Mamba2ProblemSpec = PUBLISHED) -> list:
@@ -58,7 +53,15 @@ def test_kernels_compile(arch: str, mode: str) -> None:
         assert {name: code.stack for name, code in codes.items() if code.stack} == {}
     if arch == "sm_90":
         # x, b, c and dout by the copy engine, products by the tensor cores.
-        assert all(codes[name].opcodes["UTMALDG"] and codes[name].opcodes["HGMMA"] for name in LARGE)
+        products = {*LARGE, "compute_gradients"} & set(codes)
+        assert all(codes[name].opcodes["UTMALDG"] and codes[name].opcodes["HGMMA"] for name in products)
+
+
+def test_kernels_apart_compile_for_bf16() -> None:
+    found = launches("sm_90", "bf16", APART, WIDE_STATE)
+    assert {name_of(launch) for launch in found} == set(APART)
+    codes = [inspection.compiled(launch.kernel, signature_of(launch), "sm_90") for launch in found]
+    assert [code.stack for code in codes] == [0, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -74,5 +77,5 @@ def test_a_kernel_compiles_twice_over_all_lengths(sizes: dict[str, int], dtype: 
             seen.setdefault(name_of(launch), set()).add((id(launch.kernel), symbol))
     allowed = dict.fromkeys(seen, 2)
     # Short sequences cut a group's heads in parts, whose sums are float32.
-    allowed["compute_dbc"] = 4
+    allowed["compute_dbc"] = allowed["compute_gradients"] = 4
     assert {name: len(found) for name, found in seen.items() if len(found) > allowed[name]} == {}

@@ -17,7 +17,7 @@ OP = "mamba2_chunk_backward"
 ARGUMENTS = ("x", "a", "b", "c", "d", "dt", "init_state", "dout", "dfinal_state")
 # Segments of three and two tiles of 32 tokens, the last one short; two groups of two heads; P ≠ N.
 SPEC = replace(SPECS["fp32-slow"], batch_size=1, num_tokens=150, head_size=16, state_size=32)
-CONFIG = BackwardConfig(tile_tokens=32, min_segment_tiles=2, segment_blocks=10**4)
+CONFIG = BackwardConfig(tile_tokens=32, min_segment_tiles=2, segment_blocks=10**4, piece_blocks=1)
 
 # name: (module of the kernel, what its source says, what it says instead, in which module)
 MUTATIONS = {

@@ -5,13 +5,14 @@ As in the forward's, the batch size is not asked for anything that changes a res
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Optional
 
 import torch
 
-from .forward import precision_of, tile_of
+from .forward import TILE_P, precision_of, tile_of
 from .kernels.products import BF16, TF32X3
 from .tuning import arch_of
 
@@ -20,23 +21,29 @@ from .tuning import arch_of
 class BackwardConfig:
     """One configuration of the backward's kernels.
 
-    The result depends on `tile_tokens`, `segment_blocks`, `min_segment_tiles`, `part_blocks` and
-    `group_tile_n_max`; the rest only moves time.
+    The result depends on `tile_tokens`, the segments, `part_blocks` and `group_tile_n_max`; the rest only
+    moves time.
     """
 
     tile_tokens: int = 64
-    # Into how many blocks a batch row is cut, H and P included, as far as T allows.
+    # Into how many blocks a batch row is cut, H and P included, as far as these bounds on its tiles allow.
     segment_blocks: int = 64
     min_segment_tiles: int = 4
+    max_segment_tiles: int = 32
+    # How many blocks walk at a time: a bound on the states in memory, 268 MB at P 64, N 128 in bfloat16.
+    # Half as many took 7 % longer: every launch costs some 5 us of blocks that end and begin.
+    piece_blocks: int = 512
     # Heads of a group go to several blocks until a batch row has this many blocks.
     part_blocks: int = 132
     rows_heads: int = 8
+    finish_occupancy: int = 8
     state_tile_n: int = 128
     segment_occupancy: int = 2
+    segment_latency: int = 1
     state_occupancy: int = 2
     state_warps: int = 4
     state_latency: int = 3
-    pass_tile_p: int = 4
+    pass_tile_p: int = 8
     pass_occupancy: int = 4
     pass_latency: int = 5
     token_tile_n_max: int = 128
@@ -47,9 +54,29 @@ class BackwardConfig:
     group_occupancy: int = 2
     group_warps: int = 4
     group_latency: int = 3
+    # Up to this N, and P 64, one kernel computes all gradients in bfloat16. 0: never.
+    fused_tile_n_max: int = 128
+    fused_latency: int = 3
     sum_tile: int = 256
 
     _override: ClassVar[Optional["BackwardConfig"]] = None
+
+    def tiles_per_segment(self, tiles: int, heads: int) -> int:
+        """For a batch row of that many tiles of tokens, and of heads (times the tiles of P)."""
+        wanted = math.ceil(tiles * heads / self.segment_blocks)
+        return max(self.min_segment_tiles, min(self.max_segment_tiles, wanted))
+
+    def piece(self, batch: int, segments: int, blocks: int) -> tuple[int, int]:
+        """(batch rows, segments) whose tiles' states are in memory at a time.
+
+        blocks: those that walk one segment of one batch row. Moves time and memory only.
+        """
+        if batch * segments * blocks <= self.piece_blocks * 3 // 2:
+            return batch, segments
+        rows = max(1, min(batch, self.piece_blocks // blocks))
+        wanted = max(1, self.piece_blocks // (rows * blocks))
+        # Pieces of equal size, as far as possible.
+        return rows, math.ceil(segments / math.ceil(segments / wanted))
 
     def token_tile_n(self, state_size: int) -> int:
         """Columns of N that `compute_dx` takes at once."""
@@ -58,6 +85,11 @@ class BackwardConfig:
     def group_tile_n(self, state_size: int) -> int:
         """Columns of N that a block of `compute_dbc` takes."""
         return min(tile_of(state_size), self.group_tile_n_max)
+
+    def fused(self, precision: int, head_size: int, state_size: int) -> bool:
+        """Whether `compute_gradients` serves these sizes."""
+        one_tile = head_size <= TILE_P and tile_of(state_size) <= self.fused_tile_n_max
+        return precision == BF16 and one_tile
 
     def parts(self, blocks: int, heads_per_group: int) -> int:
         """In how many parts a group's heads are cut, when a part each would make `blocks` blocks."""
@@ -95,7 +127,10 @@ def default_config(arch: str, precision: int, head_shape: tuple[int, int], state
     if heads >= 16:
         # Models of this size run at B 1 too: fill the GPU from one row (132 multiprocessors, two blocks
         # each).
-        config = dataclasses.replace(config, segment_blocks=264, part_blocks=264)
+        config = dataclasses.replace(config, segment_blocks=512, part_blocks=264)
+    if arch not in ("sm_90", "sm_100", "sm_103"):
+        # Where products take their sums from ordinary registers, all gradients at once spill.
+        config = dataclasses.replace(config, fused_tile_n_max=0)
     if precision == BF16:
         # tileiras 13.4 fails on sm_100 with all 128 columns at once.
         if state_size > 128 or arch != "sm_90":

@@ -37,6 +37,8 @@ __all__ = [
 
 OP = "mamba2_chunk_forward"
 TILE_P = 64
+# How many segments' states pass_states loads before it needs the first.
+PASS_AT_ONCE = 4
 # A product needs at least 16 in each dimension.
 MIN_TILE_N = 16
 
@@ -324,7 +326,7 @@ def state_steps(
     pass_states = Step(
         hinted(_states.pass_states, wide, (("occupancy", config.pass_occupancy),)),
         (batch * math.ceil(head_size / config.pass_tile_p) * heads, n_tiles),
-        (segments, config.pass_tile_p, tile_n, (has_init, to_final), config.pass_latency),
+        (segments, config.pass_tile_p, tile_n, (has_init, to_final), PASS_AT_ONCE, config.pass_latency),
     )
     return segment_states, pass_states
 

@@ -47,14 +47,12 @@ def compute_dbc(
 ):
     """Some heads of one group at one tile of tokens, TILE_N of the N columns.
 
-    Grid: (B · tiles · G · parts, ceil(N / TILE_N)). sizes: (tiles, heads a group, heads a block).
+    Grid: (B · tiles · G · parts, ceil(N / TILE_N)). sizes: see `decode_heads`.
     x, dout (B, T, H, P), b, c (B, T, G, N), rows (4, B, H, ≥ tiles, L), entry_states and dexit_states
-    (B, H, ≥ tiles, P, N); writes db, dc (B, T, G · parts, N).
+    (B, H, ≥ tiles asked for, P, N); writes db, dc (B, T, G · parts, N).
     """
-    num_tiles, heads_per_group, heads_per_block = sizes
-    batch, group, part, tile, first, count = decode_heads(
-        b.shape[2], heads_per_group, heads_per_block, num_tiles
-    )
+    _, heads_per_group, heads_per_block, _ = sizes
+    batch, group, part, tile, saved, first, count = decode_heads(b.shape[2], sizes)
     n_tile = ct.bid(1)
     tokens = ct.arange(L, dtype=ct.int32)
     db_tile = ct.zeros((L, TILE_N), ct.float32)
@@ -70,7 +68,7 @@ def compute_dbc(
         for p_tile in range(P_TILES):
             x_tile = load_tokens(x, (batch, tile, head, p_tile), (L, TILE_P), LATENCY)
             dy_tile = load_tokens(dout, (batch, tile, head, p_tile), (L, TILE_P), LATENCY)
-            index = (batch, head, tile, p_tile, n_tile)
+            index = (batch, head, saved, p_tile, n_tile)
             entry = load_saved_state(entry_states, index, (TILE_P, TILE_N), LATENCY)
             dexit = load_saved_state(dexit_states, index, (TILE_P, TILE_N), LATENCY)
             dc_tile = product(dy_tile.astype(ct.float32) * since_entry, entry, dc_tile, PRECISION)

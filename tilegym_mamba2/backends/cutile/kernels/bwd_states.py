@@ -6,20 +6,23 @@
 The two walks are one form: a (P, N) state decays and takes up weighted tokens (L, P) times (L, N). As in the
 forward, segments start from zero, all at once, and a pass gives each its true start; then each is walked
 again, now storing its state at every tile, in the dtype in which products take it: that halves the traffic.
-`segment_states` and `pass_states` of the forward serve the first walk; their mirror images are here.
+Both directions go in one launch, side by side. What they do forwards in time is the forward's own code.
 """
 
 import cuda.tile as ct
 
+from .fwd_pass_state import local_state, pass_forwards
 from .products import product
 from .tiles import (
     ROW_EXP_G,
     ROW_STATE_WEIGHT,
     ConstBool,
     ConstInt,
+    ConstTuple,
     decode_block,
     last_of_row,
     load_rows,
+    load_segment_decay,
     load_state,
     load_tokens,
     row,
@@ -32,135 +35,205 @@ def taken_up(tokens, weight):
     return tokens.transpose().astype(ct.float32) * weight[None, :]
 
 
-def decode_segment(per_head, tile_p, sizes, skipped):
-    """(batch, head, p_tile, segment, group, first tile, tiles) of a block; `skipped` segments have none.
+def decode_segment(per_head, tile_p, sizes):
+    """(batch, head, p_tile, segment, group, first tile, tiles) of a block.
 
-    sizes: (tiles a segment, segments, heads a group, tiles).
+    sizes: (tiles a segment, heads a group, tiles of the sequence, first segment, segments); the last two say
+    which segments are asked for.
     """
-    tiles_per_segment, num_segments, heads_per_group, num_tiles = sizes
+    tiles_per_segment, heads_per_group, num_tiles, first_segment, num_segments = sizes
     num_p_tiles = ct.num_tiles(per_head, axis=3, shape=(1, 1, 1, tile_p))
-    batch, head, p_tile, segment = decode_block(per_head.shape[2], num_p_tiles, num_segments - skipped)
-    segment = segment + skipped
+    batch, head, p_tile, segment = decode_block(per_head.shape[2], num_p_tiles, num_segments)
+    segment = first_segment + segment
     first = segment * tiles_per_segment
     count = ct.minimum(tiles_per_segment, num_tiles - first)
     return batch, head, p_tile, segment, head // heads_per_group, first, count
 
 
+def local_dstate(per_head, per_group, rows, place, options):
+    """What a segment's own outputs add to the gradient of its entry state.
+
+    per_head dout, per_group c; place: (batch, head, p_tile, n_tile, group, first tile, tiles); options as in
+    `local_state`. Walks forwards: then the sum needs no rescaling, as the decay of earlier tiles goes into
+    the L weights.
+    """
+    batch, head, p_tile, n_tile, group, first, count = place
+    L, TILE_P, TILE_N, PRECISION, LATENCY = options
+    dstate = ct.zeros((TILE_P, TILE_N), ct.float32)
+    earlier_decay = 1.0
+    for k in range(count):
+        tile = first + k
+        c_tile = load_tokens(per_group, (batch, tile, group, n_tile), (L, TILE_N), LATENCY)
+        dy_tile = load_tokens(per_head, (batch, tile, head, p_tile), (L, TILE_P), LATENCY)
+        rows_tile = load_rows(rows, (batch, head, tile), L, LATENCY)
+        weight = row(rows_tile, ROW_EXP_G) * earlier_decay
+        earlier_decay = earlier_decay * last_of_row(rows_tile, ROW_EXP_G)
+        dstate = product(taken_up(dy_tile, weight), c_tile, dstate, PRECISION)
+    return dstate, earlier_decay
+
+
 @ct.kernel
-def segment_dstates(
-    dout,
+def segment_borders(
+    x,
+    b,
     c,
     rows,
+    dout,
+    local_states,
     local_dstates,
-    segment_decay,
+    state_decay,
+    dstate_decay,
     sizes: tuple,
     L: ConstInt,
     TILE_P: ConstInt,
     TILE_N: ConstInt,
     PRECISION: ConstInt,
+    ENTRIES: ConstBool,
     LATENCY: ConstInt,
 ):
-    """What a segment's own outputs add to the gradient of its entry state; for all segments but the first.
+    """Each segment from zero: the gradient of its entry state, for all but the first, and, if ENTRIES, the
+    state at its exit, for all but the last.
 
-    Grid: (B · (segments − 1) · ceil(P / TILE_P) · H, ceil(N / TILE_N)). sizes: (tiles a segment, segments,
-    heads a group, tiles). dout (B, T, H, P), c (B, T, G, N), rows (4, B, H, ≥ tiles, L); writes local_dstates
-    (B, H, ≥ segments, P, N) and segment_decay (B, H, ≥ segments), by how much a segment decays.
-
-    Walks forwards: then the sum needs no rescaling, as the decay of earlier tiles goes into the L weights.
+    Grid: (B · (segments − 1) · ceil(P / TILE_P) · H, ceil(N / TILE_N), 2 if ENTRIES, else 1). sizes: see
+    `decode_segment`, from the second segment on. x, dout (B, T, H, P), b, c (B, T, G, N), rows
+    (4, B, H, ≥ tiles, L); writes local_states and local_dstates (B, H, ≥ segments, P, N) and, by
+    how much the same segments decay, state_decay and dstate_decay (B, H, ≥ segments).
     """
-    batch, head, p_tile, segment, group, first, count = decode_segment(dout, TILE_P, sizes, 1)
+    batch, head, p_tile, segment, group, first, count = decode_segment(dout, TILE_P, sizes)
     n_tile = ct.bid(1)
-    dstate = ct.zeros((TILE_P, TILE_N), ct.float32)
-    earlier_decay = 1.0
-    for k in range(count):
-        tile = first + k
-        c_tile = load_tokens(c, (batch, tile, group, n_tile), (L, TILE_N), LATENCY)
-        dy_tile = load_tokens(dout, (batch, tile, head, p_tile), (L, TILE_P), LATENCY)
-        rows_tile = load_rows(rows, (batch, head, tile), L, LATENCY)
-        weight = row(rows_tile, ROW_EXP_G) * earlier_decay
-        earlier_decay = earlier_decay * last_of_row(rows_tile, ROW_EXP_G)
-        dstate = product(taken_up(dy_tile, weight), c_tile, dstate, PRECISION)
-    store_state(local_dstates, (batch, head, segment, p_tile, n_tile), dstate)
-    if p_tile + n_tile == 0:
-        ct.store(segment_decay, (batch, head, segment), earlier_decay)
+    options = (L, TILE_P, TILE_N, PRECISION, LATENCY)
+    if ct.bid(2) == 0:
+        place = (batch, head, p_tile, n_tile, group, first, count)
+        dstate, dstate_left = local_dstate(dout, c, rows, place, options)
+        store_state(local_dstates, (batch, head, segment, p_tile, n_tile), dstate)
+        if p_tile + n_tile == 0:
+            ct.store(dstate_decay, (batch, head, segment), dstate_left)
+    else:
+        if ENTRIES:
+            # Whole segments: only the last, which is not asked for here, may be short.
+            tiles = sizes[0]
+            before = (batch, head, p_tile, n_tile, group, first - tiles, first - tiles, tiles)
+            state, state_left = local_state(x, b, rows, before, options)
+            store_state(local_states, (batch, head, segment - 1, p_tile, n_tile), state)
+            if p_tile + n_tile == 0:
+                ct.store(state_decay, (batch, head, segment - 1), state_left)
 
 
-@ct.kernel
-def pass_dstates(
-    dstates,
-    segment_decay,
-    dfinal_state,
-    num_segments: int,
-    TILE_P: ConstInt,
-    TILE_N: ConstInt,
-    HAS_DFINAL: ConstBool,
-    LATENCY: ConstInt,
-):
-    """From each segment's own gradient to that of the state at its exit, in place, last segment first.
-
-    Grid: (B · ceil(P / TILE_P) · H, ceil(N / TILE_N)). dstates (B, H, ≥ segments, P, N) float32 and
-    segment_decay (B, H, ≥ segments), both unread for the first segment; dfinal_state (B, H, 1, P, N), read
-    if HAS_DFINAL.
-    """
-    num_heads = dstates.shape[1]
-    num_p_tiles = ct.num_tiles(dstates, axis=3, shape=(1, 1, 1, TILE_P, TILE_N))
-    batch, head, p_tile, _ = decode_block(num_heads, num_p_tiles, 1)
-    n_tile = ct.bid(1)
-    shape = (TILE_P, TILE_N)
-    dstate = ct.zeros(shape, ct.float32)
-    if HAS_DFINAL:
-        dstate = load_state(dfinal_state, (batch, head, 0, p_tile, n_tile), shape, LATENCY)
-    for k in range(num_segments - 1):
-        segment = num_segments - 1 - k
-        index = (batch, head, segment, p_tile, n_tile)
-        local = load_state(dstates, index, shape, LATENCY)
-        decay = ct.load(segment_decay, index[:3], (1, 1, 1)).item()
+def pass_backwards(dstates, segment_decay, dstate, place, options):
+    """As `pass_forwards`, from the last segment to the second; the first gets what arrives there."""
+    batch, head, p_tile, n_tile, num_segments = place
+    AT_ONCE, LATENCY = options
+    ahead = (num_segments - 1) // AT_ONCE
+    for k in range(ahead):
+        locals_, decays, segment = (), (), num_segments - 1 - k * AT_ONCE
+        for i in ct.static_iter(range(AT_ONCE)):
+            index = (batch, head, segment - i, p_tile, n_tile)
+            locals_ = locals_ + (load_state(dstates, index, dstate.shape, LATENCY),)
+            decays = decays + (load_segment_decay(segment_decay, index[:3]),)
+        for i in ct.static_iter(range(AT_ONCE)):
+            store_state(dstates, (batch, head, segment - i, p_tile, n_tile), dstate)
+            dstate = dstate * decays[i] + locals_[i]
+    for k in range(ahead * AT_ONCE, num_segments - 1):
+        index = (batch, head, num_segments - 1 - k, p_tile, n_tile)
+        local = load_state(dstates, index, dstate.shape, LATENCY)
+        decay = load_segment_decay(segment_decay, index[:3])
         store_state(dstates, index, dstate)
         dstate = dstate * decay + local
     store_state(dstates, (batch, head, 0, p_tile, n_tile), dstate)
 
 
 @ct.kernel
-def tile_states(
-    x,
-    b,
-    rows,
-    segment_entries,
-    entry_states,
-    sizes: tuple,
-    L: ConstInt,
+def pass_borders(
+    states,
+    dstates,
+    state_decay,
+    dstate_decay,
+    init_state,
+    dfinal_state,
+    num_segments: int,
     TILE_P: ConstInt,
     TILE_N: ConstInt,
-    PRECISION: ConstInt,
+    FLAGS: ConstTuple,
+    AT_ONCE: ConstInt,
     LATENCY: ConstInt,
 ):
-    """The state at the entry of every tile of one segment.
+    """From each segment's own part to the gradient of the state at its exit and the state at its entry, in
+    place.
 
-    Grid: (B · segments · ceil(P / TILE_P) · H, ceil(N / TILE_N)). sizes as in `segment_dstates`.
-    x (B, T, H, P), b (B, T, G, N), rows (4, B, H, ≥ tiles, L), segment_entries (B, H, ≥ segments, P, N)
-    float32; writes entry_states (B, H, ≥ tiles, P, N).
+    Grid: (B · ceil(P / TILE_P) · H, ceil(N / TILE_N), 2 if ENTRIES, else 1). FLAGS: (ENTRIES, HAS_INIT,
+    HAS_DFINAL). states and dstates (B, H, ≥ segments, P, N) float32 with what `segment_borders` wrote, as are
+    state_decay and dstate_decay (B, H, ≥ segments); init_state and dfinal_state (B, H, 1, P, N), read if
+    HAS_INIT and HAS_DFINAL.
     """
-    batch, head, p_tile, segment, group, first, count = decode_segment(x, TILE_P, sizes, 0)
+    ENTRIES, HAS_INIT, HAS_DFINAL = FLAGS
+    num_p_tiles = ct.num_tiles(dstates, axis=3, shape=(1, 1, 1, TILE_P, TILE_N))
+    batch, head, p_tile, _ = decode_block(dstates.shape[1], num_p_tiles, 1)
     n_tile = ct.bid(1)
-    index = (batch, head, segment, p_tile, n_tile)
-    state = load_state(segment_entries, index, (TILE_P, TILE_N), 1)
-    store_state(entry_states, (batch, head, first, p_tile, n_tile), state)
+    shape = (TILE_P, TILE_N)
+    options = (AT_ONCE, LATENCY)
+    border = ct.zeros(shape, ct.float32)
+    if ct.bid(2) == 0:
+        if HAS_DFINAL:
+            border = load_state(dfinal_state, (batch, head, 0, p_tile, n_tile), shape, LATENCY)
+        pass_backwards(dstates, dstate_decay, border, (batch, head, p_tile, n_tile, num_segments), options)
+    else:
+        if ENTRIES:
+            if HAS_INIT:
+                border = load_state(init_state, (batch, head, 0, p_tile, n_tile), shape, LATENCY)
+            place = (batch, head, p_tile, n_tile, num_segments - 1)
+            border = pass_forwards(states, state_decay, border, place, options)
+            store_state(states, (batch, head, num_segments - 1, p_tile, n_tile), border)
+
+
+def walk_forwards(per_head, per_group, rows, entries, entry_states, place, options):
+    """Stores the state at the entry of every tile of a segment, first tile first.
+
+    per_head x, per_group b; place: (batch, head, p_tile, n_tile, segment, group, first tile, tiles, first
+    saved tile); options: (L, TILE_P, TILE_N, precision, latency).
+    """
+    batch, head, p_tile, n_tile, segment, group, first, count, saved = place
+    L, TILE_P, TILE_N, PRECISION, LATENCY = options
+    state = load_state(entries, (batch, head, segment, p_tile, n_tile), (TILE_P, TILE_N), 1)
+    store_state(entry_states, (batch, head, first - saved, p_tile, n_tile), state)
     for k in range(count - 1):
         tile = first + k
-        b_tile = load_tokens(b, (batch, tile, group, n_tile), (L, TILE_N), LATENCY)
-        x_tile = load_tokens(x, (batch, tile, head, p_tile), (L, TILE_P), LATENCY)
+        b_tile = load_tokens(per_group, (batch, tile, group, n_tile), (L, TILE_N), LATENCY)
+        x_tile = load_tokens(per_head, (batch, tile, head, p_tile), (L, TILE_P), LATENCY)
         rows_tile = load_rows(rows, (batch, head, tile), L, LATENCY)
         weighted = taken_up(x_tile, row(rows_tile, ROW_STATE_WEIGHT))
         state = product(weighted, b_tile, state * last_of_row(rows_tile, ROW_EXP_G), PRECISION)
-        store_state(entry_states, (batch, head, tile + 1, p_tile, n_tile), state)
+        store_state(entry_states, (batch, head, tile + 1 - saved, p_tile, n_tile), state)
+
+
+def walk_backwards(per_head, per_group, rows, exits, dexit_states, place, options):
+    """Stores the gradient of the state at the exit of every tile, last tile first; returns that of the entry.
+
+    per_head dout, per_group c; place and options as in `walk_forwards`.
+    """
+    batch, head, p_tile, n_tile, segment, group, first, count, saved = place
+    L, TILE_P, TILE_N, PRECISION, LATENCY = options
+    dstate = load_state(exits, (batch, head, segment, p_tile, n_tile), (TILE_P, TILE_N), 1)
+    for k in range(count):
+        tile = first + count - 1 - k
+        store_state(dexit_states, (batch, head, tile - saved, p_tile, n_tile), dstate)
+        c_tile = load_tokens(per_group, (batch, tile, group, n_tile), (L, TILE_N), LATENCY)
+        dy_tile = load_tokens(per_head, (batch, tile, head, p_tile), (L, TILE_P), LATENCY)
+        rows_tile = load_rows(rows, (batch, head, tile), L, LATENCY)
+        weighted = taken_up(dy_tile, row(rows_tile, ROW_EXP_G))
+        dstate = product(weighted, c_tile, dstate * last_of_row(rows_tile, ROW_EXP_G), PRECISION)
+    return dstate
 
 
 @ct.kernel
-def tile_dstates(
-    dout,
+def tile_states(
+    x,
+    b,
     c,
     rows,
+    dout,
+    segment_entries,
     segment_exits,
+    entry_states,
     dexit_states,
     dinit_state,
     sizes: tuple,
@@ -168,28 +241,27 @@ def tile_dstates(
     TILE_P: ConstInt,
     TILE_N: ConstInt,
     PRECISION: ConstInt,
-    WRITE_DINIT: ConstBool,
+    FLAGS: ConstTuple,
     LATENCY: ConstInt,
 ):
-    """The gradient of the state at the exit of every tile of one segment, last tile first.
+    """The state at the entry of every tile of some segments, and the gradient of the one at its exit.
 
-    Grid: (B · segments · ceil(P / TILE_P) · H, ceil(N / TILE_N)). sizes as in `segment_dstates`.
-    dout (B, T, H, P), c (B, T, G, N), rows (4, B, H, ≥ tiles, L), segment_exits (B, H, ≥ segments, P, N)
-    float32; writes dexit_states (B, H, ≥ tiles, P, N) and, in the first segment if WRITE_DINIT,
-    dinit_state (B, H, 1, P, N).
+    Grid: (B · segments · ceil(P / TILE_P) · H, ceil(N / TILE_N), 2): the walk backwards, then, if ENTRIES,
+    the one forwards. FLAGS: (ENTRIES, WRITE_DINIT). sizes: see `decode_segment`.
+    x, dout (B, T, H, P), b, c (B, T, G, N), rows (4, B, H, ≥ tiles, L), segment_entries and segment_exits
+    (B, H, ≥ segments, P, N) float32; writes entry_states and dexit_states (B, H, ≥ tiles, P, N), where tile 0
+    is the first asked for, and, in the sequence's first segment if WRITE_DINIT, dinit_state (B, H, 1, P, N).
     """
-    batch, head, p_tile, segment, group, first, count = decode_segment(dout, TILE_P, sizes, 0)
+    ENTRIES, WRITE_DINIT = FLAGS
+    batch, head, p_tile, segment, group, first, count = decode_segment(dout, TILE_P, sizes)
     n_tile = ct.bid(1)
-    index = (batch, head, segment, p_tile, n_tile)
-    dstate = load_state(segment_exits, index, (TILE_P, TILE_N), 1)
-    for k in range(count):
-        tile = first + count - 1 - k
-        store_state(dexit_states, (batch, head, tile, p_tile, n_tile), dstate)
-        c_tile = load_tokens(c, (batch, tile, group, n_tile), (L, TILE_N), LATENCY)
-        dy_tile = load_tokens(dout, (batch, tile, head, p_tile), (L, TILE_P), LATENCY)
-        rows_tile = load_rows(rows, (batch, head, tile), L, LATENCY)
-        weighted = taken_up(dy_tile, row(rows_tile, ROW_EXP_G))
-        dstate = product(weighted, c_tile, dstate * last_of_row(rows_tile, ROW_EXP_G), PRECISION)
-    if WRITE_DINIT:
-        if segment == 0:
-            store_state(dinit_state, (batch, head, 0, p_tile, n_tile), dstate)
+    place = (batch, head, p_tile, n_tile, segment, group, first, count, sizes[3] * sizes[0])
+    options = (L, TILE_P, TILE_N, PRECISION, LATENCY)
+    if ct.bid(2) == 0:
+        dstate = walk_backwards(dout, c, rows, segment_exits, dexit_states, place, options)
+        if WRITE_DINIT:
+            if segment == 0:
+                store_state(dinit_state, (batch, head, 0, p_tile, n_tile), dstate)
+    else:
+        if ENTRIES:
+            walk_forwards(x, b, rows, segment_entries, entry_states, place, options)

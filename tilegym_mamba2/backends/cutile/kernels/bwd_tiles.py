@@ -23,8 +23,12 @@ def store_row(rows, which, index, values):
     ct.store(rows, (which, batch, head, tile, 0), values.reshape((1, 1, 1, 1, values.shape[0])))
 
 
-def decode_heads(num_groups, heads_per_group, heads_per_block, num_tiles):
-    """(batch, group, part, tile, first head, heads) of a block: some heads of one group at one tile."""
+def decode_heads(num_groups, sizes):
+    """(batch, group, part, tile, saved tile, first head, heads): some heads of a group at one tile.
+
+    sizes: (tiles asked for, heads a group, heads a block, first tile); the saved states begin with that tile.
+    """
+    num_tiles, heads_per_group, heads_per_block, first_tile = sizes
     block = ct.bid(0)
     parts = ct.cdiv(heads_per_group, heads_per_block)
     part = block % parts
@@ -33,4 +37,6 @@ def decode_heads(num_groups, heads_per_group, heads_per_block, num_tiles):
     block = block // num_groups
     offset = part * heads_per_block
     count = ct.minimum(heads_per_block, heads_per_group - offset)
-    return block // num_tiles, group, part, block % num_tiles, group * heads_per_group + offset, count
+    saved = block % num_tiles
+    first = group * heads_per_group + offset
+    return block // num_tiles, group, part, first_tile + saved, saved, first, count

@@ -66,17 +66,14 @@ def compute_dx(
 ):
     """Some heads of one group at one tile of tokens.
 
-    Grid: (B · tiles · G · ceil(R / heads a block),). sizes: (tiles, heads a group, heads a block).
+    Grid: (B · tiles · G · ceil(R / heads a block),). sizes: see `decode_heads`.
     TILES: (ceil(P / TILE_P), ceil(N / TILE_N)). x, dout (B, T, H, P), b, c (B, T, G, N), rows
-    (4, B, H, ≥ tiles, L), d_skip (H,), entry_states and dexit_states (B, H, ≥ tiles, P, N); writes dx
-    (B, T, H, P), drows (5, B, H, ≥ tiles, L), the row of the skip term only if HAS_D, and overlap
+    (4, B, H, ≥ tiles, L), d_skip (H,), entry_states and dexit_states (B, H, ≥ tiles asked for, P, N); writes
+    dx (B, T, H, P), drows (5, B, H, ≥ tiles, L), the row of the skip term only if HAS_D, and overlap
     (B, H, ≥ tiles, TILE_P), whose sum is exp2(g_last) ⟨H, dH'⟩.
     """
     P_TILES, N_TILES = TILES
-    num_tiles, heads_per_group, heads_per_block = sizes
-    batch, group, _, tile, first, count = decode_heads(
-        b.shape[2], heads_per_group, heads_per_block, num_tiles
-    )
+    batch, group, _, tile, saved, first, count = decode_heads(b.shape[2], sizes)
     tokens = ct.arange(L, dtype=ct.int32)
     zeros = ct.zeros((L, L), ct.float32)
     diagonal = tokens[None, :] == tokens[:, None]
@@ -121,7 +118,7 @@ def compute_dx(
             v = ct.zeros((L, TILE_P), ct.float32)
             from_entry = ct.zeros((L, TILE_P), ct.float32)
             for n_tile in range(N_TILES):
-                index = (batch, head, tile, p_tile, n_tile)
+                index = (batch, head, saved, p_tile, n_tile)
                 entry = load_saved_state(entry_states, index, (TILE_P, TILE_N), LATENCY)
                 dexit = load_saved_state(dexit_states, index, (TILE_P, TILE_N), LATENCY)
                 if N_TILES > 1:

@@ -28,6 +28,59 @@ from .tiles import (
 )
 
 
+def local_state(per_head, per_group, rows, place, options):
+    """(state of a segment that starts from zero, the factor by which the segment decays).
+
+    place: (batch, head, p_tile, n_tile, group, first tile, first tile in per_head and per_group, tiles);
+    options: (L, TILE_P, TILE_N, precision, latency).
+
+    Walks the tiles backwards: then the sum needs no rescaling, as the decay of later tiles goes into the
+    L weights, and `compute_out`, which starts at a segment's front, finds the last-read tiles in the L2
+    cache.
+    """
+    batch, head, p_tile, n_tile, group, first, offset, count = place
+    L, TILE_P, TILE_N, PRECISION, LATENCY = options
+    state = ct.zeros((TILE_P, TILE_N), ct.float32)
+    later_decay = 1.0
+    for k in range(count):
+        tile = count - 1 - k
+        b_tile = load_tokens(per_group, (batch, offset + tile, group, n_tile), (L, TILE_N), LATENCY)
+        x_tile = load_tokens(per_head, (batch, offset + tile, head, p_tile), (L, TILE_P), LATENCY)
+        rows_tile = load_rows(rows, (batch, head, first + tile), L, LATENCY)
+        weight = row(rows_tile, ROW_STATE_WEIGHT) * later_decay
+        later_decay = later_decay * last_of_row(rows_tile, ROW_EXP_G)
+        weighted_x = x_tile.transpose().astype(ct.float32) * weight[None, :]
+        state = product(weighted_x, b_tile, state, PRECISION)
+    return state, later_decay
+
+
+def pass_forwards(states, segment_decay, state, place, options):
+    """Entry states from local ones, in place, from `state`; returns the state after the last of them.
+
+    place: (batch, head, p_tile, n_tile, local states); options: (how many are loaded at once, latency).
+    """
+    batch, head, p_tile, n_tile, num_local = place
+    AT_ONCE, LATENCY = options
+    # Several loads at once: one after the other, their latencies would be all the time this takes.
+    ahead = num_local // AT_ONCE
+    for k in range(ahead):
+        locals_, decays, segment = (), (), k * AT_ONCE
+        for i in ct.static_iter(range(AT_ONCE)):
+            index = (batch, head, segment + i, p_tile, n_tile)
+            locals_ = locals_ + (load_state(states, index, state.shape, LATENCY),)
+            decays = decays + (load_segment_decay(segment_decay, index[:3]),)
+        for i in ct.static_iter(range(AT_ONCE)):
+            store_state(states, (batch, head, segment + i, p_tile, n_tile), state)
+            state = state * decays[i] + locals_[i]
+    for segment in range(ahead * AT_ONCE, num_local):
+        index = (batch, head, segment, p_tile, n_tile)
+        local = load_state(states, index, state.shape, LATENCY)
+        decay = load_segment_decay(segment_decay, index[:3])
+        store_state(states, index, state)
+        state = state * decay + local
+    return state
+
+
 @ct.kernel
 def segment_states(
     x,
@@ -50,10 +103,6 @@ def segment_states(
     sizes: (tokens a segment, segments, heads a group). FLAGS: (SLICED, CHAINED).
     x (B, T, H, P), b (B, T, G, N), rows (4, B, H, tiles, L); writes local_states (B, H, ≥ segments, P, N) and
     segment_decay (B, H, ≥ segments), the factor by which a whole segment decays.
-
-    Walks its tiles backwards: then the sum needs no rescaling, as the decay of later tiles goes into the
-    L weights, and `compute_out`, which starts at a segment's front, finds the last-read tiles in the L2
-    cache.
     """
     SLICED, CHAINED = FLAGS
     if CHAINED:
@@ -73,17 +122,8 @@ def segment_states(
         b = segment_window(b, segment, segment_tokens, num_tokens)
         offset = 0
 
-    state = ct.zeros((TILE_P, TILE_N), ct.float32)
-    later_decay = 1.0
-    for k in range(count):
-        tile = count - 1 - k
-        b_tile = load_tokens(b, (batch, offset + tile, group, n_tile), (L, TILE_N), LATENCY)
-        x_tile = load_tokens(x, (batch, offset + tile, head, p_tile), (L, TILE_P), LATENCY)
-        rows_tile = load_rows(rows, (batch, head, first + tile), L, LATENCY)
-        weight = row(rows_tile, ROW_STATE_WEIGHT) * later_decay
-        later_decay = later_decay * last_of_row(rows_tile, ROW_EXP_G)
-        weighted_x = x_tile.transpose().astype(ct.float32) * weight[None, :]
-        state = product(weighted_x, b_tile, state, PRECISION)
+    place = (batch, head, p_tile, n_tile, group, first, offset, count)
+    state, later_decay = local_state(x, b, rows, place, (L, TILE_P, TILE_N, PRECISION, LATENCY))
     store_state(local_states, (batch, head, segment, p_tile, n_tile), state)
     if p_tile + n_tile == 0:
         ct.store(segment_decay, (batch, head, segment), later_decay)
@@ -99,6 +139,7 @@ def pass_states(
     TILE_P: ConstInt,
     TILE_N: ConstInt,
     FLAGS: ConstTuple,
+    AT_ONCE: ConstInt,
     LATENCY: ConstInt,
 ):
     """From each segment's own state to the state at its entry, in place; where ranks would exchange states.
@@ -117,12 +158,8 @@ def pass_states(
     state = ct.zeros(shape, ct.float32)
     if HAS_INIT:
         state = load_state(init_state, (batch, head, 0, p_tile, n_tile), shape, LATENCY)
-    for segment in range(num_local):
-        index = (batch, head, segment, p_tile, n_tile)
-        local = load_state(states, index, shape, LATENCY)
-        decay = load_segment_decay(segment_decay, index[:3])
-        store_state(states, index, state)
-        state = state * decay + local
+    place = (batch, head, p_tile, n_tile, num_local)
+    state = pass_forwards(states, segment_decay, state, place, (AT_ONCE, LATENCY))
     if TO_FINAL:
         store_state(final_state, (batch, head, 0, p_tile, n_tile), state)
     else:
