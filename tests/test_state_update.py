@@ -153,7 +153,9 @@ def test_4096_steps_keep_their_digits(backend: str) -> None:
 
 @every_backend
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("indices", [(3, -1, 0, 5), (-1, 2, -1, 0), (-1, -1, -1, -1), (0, 1, 2, 3)])
+@pytest.mark.parametrize(
+    "indices", [(3, -1, 0, 5), (-1, 2, -1, 0), (0, -1, 3, -1), (-1, -1, -1, -1), (0, 1, 2, 3)]
+)
 def test_slots_of_a_pool(backend: str, indices: tuple[int, ...], index_dtype: torch.dtype) -> None:
     dtype, tolerance = PRECISION[backend]
     shape = Shape(tokens=2, batch=4, d="H", z=True, init_state=True)

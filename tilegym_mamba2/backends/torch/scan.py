@@ -270,13 +270,11 @@ def _layout(x: torch.Tensor, cu_seqlens: Optional, seq_lens: Optional, options: 
         return _Layout(L, parts, source, slot, valid, None, None)
     block = torch.arange(num_chunks * parts, device=device)
     of_block = sequence.repeat_interleave(parts)
-    # Blocks after the last chunk belong to no sequence; they begin and end none.
-    used = block < offsets[-1] * parts
     first, last = offsets[:-1] * parts, offsets[1:] * parts - 1
     sequences = _Sequences(
         of_block,
-        used & (block == first[of_block]),
-        used & (block == last[of_block]),
+        block == first[of_block],
+        block == last[of_block],
         first,
         last,
         counts == 0,
