@@ -634,3 +634,29 @@ def test_new_lengths_keep_no_memory(plain_memory: None) -> None:
     for tokens in range(1000, 1100):
         forward(inputs, **{name: inputs[name][:, :tokens] for name in ("x", "b", "c", "dt")})
     assert torch.cuda.memory_allocated() == allocated
+
+
+def test_a_form_seen_before_still_asks_what_may_have_changed() -> None:
+    inputs = inputs_of(SMALL)
+    expected = forward(inputs)
+    assert_same_bits(forward(inputs), expected)
+    with pytest.raises(TypeError, match="c must have"):
+        forward(inputs | {"c": inputs["c"].float()})
+    with pytest.raises(ValueError, match="c must"):
+        forward(inputs | {"c": inputs["c"][..., :-1]})
+    with pytest.raises(ValueError, match="dt must be on"):
+        forward(inputs | {"dt": inputs["dt"].cpu()})
+    with pytest.raises(TypeError, match="dt must be a"):
+        forward(inputs | {"dt": None})
+    torch_results = tilegym_mamba2.mamba2_chunk_forward(**inputs, backend="torch")
+    by_torch = dict(zip(("out", "final_state"), torch_results, strict=True))
+    assert not torch.equal(by_torch["out"], expected["out"])
+    assert_within_budget(SMALL, by_torch, float64_reference(inputs))
+    x = inputs["x"].clone().requires_grad_()
+    forward(inputs | {"x": x})["out"].sum().backward()
+    assert x.grad is not None
+    with torch.no_grad():
+        assert not forward(inputs | {"x": x})["out"].requires_grad
+    with torch.autocast("cuda", torch.float16):
+        assert forward(inputs)["out"].dtype is torch.float16
+    assert_same_bits(forward(inputs), expected)

@@ -55,6 +55,7 @@ class _Saved(NamedTuple):
 
 # Replaced, never edited: a call in another thread sees the old or the new table.
 _ops: dict[str, OpEntry] = {}
+_generation = 0
 # By target, "module:function"; filled at the first call, and kept after unregister.
 _loaded: dict[str, _Loaded] = {}
 _saved: dict[str, _Saved] = {}
@@ -85,6 +86,11 @@ def ops() -> dict[str, OpEntry]:
     return dict(_ops)
 
 
+def generation() -> int:
+    """Changes with every `register` and `unregister`: what was resolved before holds while this does."""
+    return _generation
+
+
 def register(path: str | Path | None = None) -> None:
     """Registers the package's ops into TileGym, then those of the registry file at `path`, if given.
 
@@ -92,7 +98,7 @@ def register(path: str | Path | None = None) -> None:
     the same again changes nothing. Raises RegistryError for a bad file and for a backend that exists with
     another target; then nothing is registered.
     """
-    global _ops
+    global _ops, _generation
     with _lock:
         wanted = dict(_ops) or registry_file.read(registry_file.shipped_path(), {})
         if path is not None:
@@ -101,6 +107,7 @@ def register(path: str | Path | None = None) -> None:
             _refuse_foreign_name(name, path)
         # Ours first, TileGym's second: a call that reaches us finds its op.
         _ops = {name: _save_tilegyms(entry) for name, entry in wanted.items()}
+        _generation += 1
         for entry in _ops.values():
             _install(entry)
         _install_backend_names({backend for entry in _ops.values() for backend in entry.backends})
@@ -113,7 +120,7 @@ def unregister() -> None:
     to what was set before us. What others registered into TileGym meanwhile stays. Harmless when nothing
     is registered.
     """
-    global _ops, _unchosen
+    global _ops, _unchosen, _generation
     with _lock:
         for name, saved in _saved.items():
             _uninstall(name, saved)
@@ -126,6 +133,7 @@ def unregister() -> None:
         _added_backends.clear()
         _logged.clear()
         _ops = {}
+        _generation += 1
 
 
 def _tilegym_modules() -> dict[str, ModuleType]:

@@ -27,6 +27,7 @@ from tilegym_mamba2 import registry, validate
 from tilegym_mamba2.backends.cutile import forward as cutile
 from tilegym_mamba2.backends.cutile import launch as launcher
 from tilegym_mamba2.bench import environment, timing
+from tilegym_mamba2.forms import form_of
 from tilegym_mamba2.spec import SPECS
 
 OP = "mamba2_chunk_forward"
@@ -84,7 +85,7 @@ def breakdown(inputs: dict[str, Any]) -> list[Row]:
         "validate": lambda: validate.validate_forward(*tensors, size),
         "resolve": lambda: registry.resolve(OP, None, tuple(tensors)),
         "backend's function": lambda: cutile.mamba2_chunk_forward(*tensors, size),
-        "plan key and look-up": lambda: cutile._plan_of(*tensors),
+        "plan key and look-up": lambda: cutile._plan_of(form_of(*tensors), *tensors),
     }
     rows = [("parts", name, *host_us(part)) for name, part in parts.items()]
     run, launcher.run = launcher.run, lambda items, device: None

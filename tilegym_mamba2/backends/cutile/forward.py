@@ -14,11 +14,13 @@ N) per segment and head.
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from tilegym_mamba2.forms import form_of
 
 from . import tuning
 from .kernels import chunk_cumsum as _cumsum
@@ -77,10 +79,25 @@ def mamba2_chunk_forward(
     float32 inputs follow `torch.get_float32_matmul_precision()`: three tf32 products at "highest", one
     otherwise.
     """
-    plan = _plan_of(x, a, b, c, d, dt, init_state)
+    tensors = (x, a, b, c, d, dt, init_state)
+    return by_form(form_of(*tensors), *tensors)
+
+
+def by_form(
+    form: Hashable,
+    x: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    d: torch.Tensor | None,
+    dt: torch.Tensor,
+    init_state: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`mamba2_chunk_forward` for tensors whose form is known, see `forms.form_of`."""
+    plan = _plan_of(form, x, a, b, c, d, dt, init_state)
     if plan.copies:
         x, b, c = last_contiguous(x), last_contiguous(b), last_contiguous(c)
-        return mamba2_chunk_forward(x, a, b, c, d, dt, init_state, chunk_size)
+        return mamba2_chunk_forward(x, a, b, c, d, dt, init_state)
     out = torch.empty_like(plan.out)
     final = torch.empty_like(plan.final)
     if plan.empty:
@@ -102,6 +119,10 @@ def mamba2_chunk_forward(
     launches.append(plan.compute_out.launch(arrays, {"out": out}))
     plan.run(launches, x.device)
     return out, final
+
+
+# The public op calls this one where it has seen a form before.
+mamba2_chunk_forward.by_form = by_form
 
 
 @dataclass
@@ -135,33 +156,10 @@ _plans: dict[tuple[Any, ...], _Plan] = {}
 _MAX_PLANS = 4096
 
 
-def _plan_of(*tensors: torch.Tensor | None) -> _Plan:
-    x, a, b, c, d, dt, init_state = tensors
-    dtype = x.dtype
-    addresses = x.data_ptr() | a.data_ptr() | b.data_ptr() | c.data_ptr() | dt.data_ptr()
-    skip = init = None
-    if d is not None:
-        skip = (d.dtype, d.stride())
-        addresses |= d.data_ptr()
-    if init_state is not None:
-        init = (init_state.dtype, init_state.stride())
-        addresses |= init_state.data_ptr()
+def _plan_of(form: Hashable, *tensors: torch.Tensor | None) -> _Plan:
+    dtype = tensors[0].dtype
     key = (
-        x.shape,
-        x.stride(),
-        dtype,
-        b.shape,
-        b.stride(),
-        c.stride(),
-        dt.stride(),
-        dt.dtype,
-        a.dtype,
-        a.stride(),
-        skip,
-        init,
-        # Base addresses off 16 bytes compile to other code.
-        addresses & 15 and tuple(None if t is None else t.data_ptr() & 15 for t in tensors),
-        x.device,
+        form,
         dtype is torch.float32 and torch.get_float32_matmul_precision() == "highest",
         tuning.overridden(),
     )
