@@ -472,6 +472,7 @@ def test_bench_command_writes_resumes_and_remakes(app, tmp_path):
     ("arguments", "message"),
     [
         (("--spec", "nope"), "no spec 'nope'"),
+        (("--spec", "gated"), "gated: a spec of mamba2_chunk_scan, which has no bench"),
         (("--tag", "nope"), "unknown tag"),
         (("--pass", "sideways"), "forward"),
         (("--resume",), "needs --json"),

@@ -114,6 +114,26 @@ def test_run_takes_a_named_spec_and_every_field() -> None:
     assert spec.items() >= (fields | expected).items()
 
 
+@pytest.mark.parametrize(
+    "name", ["scan-layer-packed", "scan-padded", "step-layer-several", "step-layer-pool"]
+)
+def test_run_of_other_ops(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "out.safetensors"
+    result = invoke(
+        "run", "--json", "--device", "cpu", "--spec", name, "--backend", "torch", "--output", path
+    )
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["ok"] is True and report["spec"]["op"] == SPECS[name].op
+    assert set(report["errors"]) == {"out", "final_state"}
+    tokens = SPECS[name].batch_size * SPECS[name].num_tokens
+    assert report["tokens_per_s"] == pytest.approx(tokens / report["median_ms"] * 1e3)
+    expected = SPECS[name].get_sample_inputs(device="cpu")
+    written = load_file(path)
+    # One step from the states as drawn, however often it was timed.
+    assert torch.allclose(written["final_state"].double(), expected["final_state"], rtol=1e-2, atol=1e-2)
+
+
 def test_run_of_no_tokens() -> None:
     result = run_json("--num-tokens", "0")
     assert result["ok"] is True and result["tokens_per_s"] == 0

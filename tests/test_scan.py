@@ -28,13 +28,16 @@ from tests.scanning import (
 )
 from tilegym_mamba2 import BackendUnavailable, autograd_scan, mamba2_chunk_scan, ops_scan, registry
 from tilegym_mamba2.backends.torch import scan as torch_scan
+from tilegym_mamba2.budgets import check
 from tilegym_mamba2.options import ScanOptions
+from tilegym_mamba2.spec import SPECS, select
 
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 EVERYTHING = Shape(d="HP", z=True, dt_bias=True, dt_softplus=True, dt_limit=(0.3, 1.2), init_state=True)
 PACKED = replace(EVERYTHING, batch=1, tokens=90, lengths=(20, 0, 33, 1, 16))
 PADDED = replace(EVERYTHING, batch=3, tokens=50, row_lengths=(50, 0, 17))
 LAYOUTS = pytest.mark.parametrize("shape", [EVERYTHING, PACKED, PADDED], ids=["plain", "packed", "padded"])
+SETTINGS = ("chunk_size", "dt_softplus", "cu_seqlens", "seq_lens")
 # Per head or per token, so that each is one sequence's alone.
 PER_TOKEN = ("x", "dt", "b", "c", "z")
 
@@ -111,6 +114,25 @@ def test_chunk_states_at_any_chunk_size(backend: str, chunk_size: int) -> None:
     assert error(states, expected) <= tolerance
     assert offsets.dtype == torch.int32 and offsets.tolist() == expected_offsets
     assert not states[:, :, expected_offsets[-1] :].any()
+
+
+@every_backend
+@pytest.mark.parametrize("name", select("scan-test"))
+def test_specs_within_budgets(backend: str, name: str) -> None:
+    spec = SPECS[name]
+    inputs = spec.get_sample_inputs(device="cpu")
+    values = {key: inputs[key] for key in (*spec.shapes, *SETTINGS) if key in inputs}
+    dout, dfinal = values.pop("dout"), values.pop("dfinal_state")
+    with running(backend):
+        results, gradients = with_gradients(values, dout, dfinal, backend=backend)
+    found = dict(zip(("out", "final_state"), results, strict=True))
+    found |= {f"d{key}": gradient for key, gradient in gradients.items()}
+    for op in ("mamba2_chunk_scan", "mamba2_chunk_scan_backward"):
+        entry = registry.ops()[op]
+        absent = dict.fromkeys(entry.outputs)
+        verdicts = check(entry, absent | found, absent | inputs, dtype=spec.dtype, decay=spec.decay)
+        assert len(verdicts) == 2 + (op != "mamba2_chunk_scan") * (5 + spec.gated + spec.raw_dt)
+        assert not [v for v in verdicts if not v.ok]
 
 
 # ---- values

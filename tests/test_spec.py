@@ -8,10 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests import scan_oracle
 from tilegym_mamba2 import reference
 from tilegym_mamba2.backends.torch import recurrent
 from tilegym_mamba2.reference import float64_reference
-from tilegym_mamba2.spec import SPECS, Mamba2ProblemSpec, select, tags
+from tilegym_mamba2.spec import SPECS, Mamba2ProblemSpec, Mamba2ScanSpec, Mamba2StepSpec, select, tags
 
 FORWARD_KEYS = {"x", "a", "b", "c", "d", "dt", "init_state", "chunk_size"}
 GRADIENTS = {"dx", "da", "db", "dc", "dd", "ddt", "dinit_state"}
@@ -252,3 +253,117 @@ def test_tags_are_queryable() -> None:
         select("tests")
     with pytest.raises(TypeError):
         SPECS["mine"] = BASE
+
+
+# ---- specs of the scan and of the step
+
+SCAN = Mamba2ScanSpec(2, 48, 2, 4, 16, 8, 16, torch.float32, torch.float32, decay="slow")
+STEP = Mamba2StepSpec(3, 1, 2, 4, 16, 8, 1, torch.float32, torch.float32, decay="slow")
+LAYER = {"gated": True, "raw_dt": True, "d_per_row": True}
+
+
+@pytest.mark.parametrize(
+    ("spec", "changes", "message"),
+    [
+        (SCAN, {"num_sequences": -1}, "num_sequences must be an integer of at least 0, got -1"),
+        (SCAN, {"num_sequences": 3}, "num_sequences needs batch_size=1 and padded=False, got batch_size=2"),
+        (SCAN, {"num_tokens": -1}, "num_tokens must be an integer of at least 0, got -1"),
+        (STEP, {"num_slots": 2}, "num_slots must be 0 or at least batch_size, got num_slots=2, batch_size=3"),
+        (STEP, {"num_tokens": 0}, "a step needs num_tokens of at least 1 and no num_sequences or padded"),
+        (STEP, {"padded": True}, "a step needs num_tokens of at least 1 and no num_sequences or padded"),
+    ],
+)
+def test_impossible_specs_of_other_ops(spec: Mamba2ScanSpec, changes: dict, message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        replace(spec, **changes)
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [LAYER, {"batch_size": 1, "num_sequences": 5} | LAYER, {"padded": True} | LAYER],
+    ids=["plain", "packed", "padded"],
+)
+@pytest.mark.parametrize("elements", [1, 2**28], ids=["cut up", "whole"])
+def test_scan_reference_is_the_token_loop(
+    changes: dict, elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reference, "REFERENCE_ELEMENTS", elements)
+    spec = replace(SCAN, **changes)
+    inputs = spec.get_sample_inputs(device="cpu")
+    names = {*spec.shapes, "cu_seqlens", "seq_lens", "chunk_size", "dt_softplus"} - {"dout", "dfinal_state"}
+    values = {name: inputs[name] for name in names if name in inputs}
+    for name, expected in zip(("out", "final_state"), scan_oracle.scan(**values), strict=False):
+        assert torch.allclose(inputs[name], expected, rtol=1e-11, atol=1e-11), name
+    for name, expected in scan_oracle.gradients(values, inputs["dout"], inputs["dfinal_state"]).items():
+        assert torch.allclose(inputs[f"d{name}"], expected, rtol=1e-10, atol=1e-10), name
+
+
+@pytest.mark.parametrize("elements", [1, 2**28], ids=["cut up", "whole"])
+@pytest.mark.parametrize("changes", [LAYER, {"num_tokens": 3, "num_slots": 7}], ids=["one", "several"])
+def test_step_reference_is_the_token_loop(
+    changes: dict, elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reference, "REFERENCE_ELEMENTS", elements)
+    spec = replace(STEP, **changes)
+    inputs = spec.get_sample_inputs(device="cpu")
+    slots = inputs.get("state_indices", torch.arange(3))
+    values = {n: inputs[n] for n in ("x", "dt", "a", "b", "c", "d", "z", "dt_bias") if n in inputs}
+    if spec.num_tokens == 1:
+        values |= {n: v[:, None] for n, v in values.items() if n in ("x", "dt", "b", "c", "z")}
+    values |= {"init_state": inputs["state"][slots], "dt_softplus": inputs["dt_softplus"]}
+    out, final, *_ = scan_oracle.scan(**values)
+    assert torch.allclose(inputs["out"], out.reshape(inputs["x"].shape), rtol=1e-12, atol=1e-12)
+    expected = inputs["state"].double()
+    expected[slots] = final
+    assert torch.allclose(inputs["final_state"], expected, rtol=1e-12, atol=1e-12)
+
+
+def test_raw_dt_is_what_the_decay_says_once_used() -> None:
+    plain, raw = forward_inputs(SCAN), forward_inputs(replace(SCAN, raw_dt=True))
+    used = torch.nn.functional.softplus(raw["dt"].double() + raw["dt_bias"])
+    assert torch.allclose(used, plain["dt"].double(), rtol=1e-4, atol=1e-6)
+    assert raw["dt"].std() > 0.5 and raw["dt_softplus"] is True
+
+
+def test_sequences_fill_the_tokens_with_all_lengths() -> None:
+    inputs = forward_inputs(SPECS["packed-64k"])
+    borders = inputs["cu_seqlens"]
+    assert borders.shape == (201,) and borders.dtype == torch.int32
+    assert borders[0] == 0 and borders[-1] == 65536
+    lengths = borders.diff()
+    assert (lengths >= 0).all() and lengths.min() < 20 and lengths.max() > 1000
+    assert inputs["init_state"].shape == (200, 8, 64, 128)
+    padded = forward_inputs(replace(SCAN, batch_size=6, padded=True))["seq_lens"]
+    assert padded[0] == 48 and padded.min() >= 0 and len(padded.unique()) > 3
+
+
+def test_an_option_shifts_no_bit_of_the_other_inputs() -> None:
+    plain = forward_inputs(BASE)
+    layer = forward_inputs(Mamba2ScanSpec(**vars(BASE), gated=True))
+    assert all(torch.equal(plain[name], layer[name]) for name in FORWARD_KEYS - {"chunk_size"})
+
+
+def test_a_sliced_projection_holds_the_gate_too() -> None:
+    spec = replace(SCAN, gated=True)
+    plain, sliced = forward_inputs(spec), forward_inputs(replace(spec, layout="sliced"))
+    assert all(torch.equal(plain[name], sliced[name]) for name in ("x", "z", "b", "c", "dt"))
+    assert sliced["z"].untyped_storage().data_ptr() == sliced["x"].untyped_storage().data_ptr()
+
+
+def test_work_of_steps_and_gates() -> None:
+    step = SPECS["decode-256"]
+    states = 256 * 128 * 64 * 128
+    assert step.flops() == 6 * states
+    tokens = 256 * (3 * 128 * 64 * 2 + 2 * 8 * 128 * 2 + 128 * 4) + 2 * 128 * 4
+    assert step.bytes_moved() == 2 * states * 4 + tokens
+    assert SPECS["decode-256-pool"].bytes_moved() == step.bytes_moved()
+    gated = SPECS["gated"]
+    assert gated.bytes_moved() - replace(gated, gated=False).bytes_moved() == 4 * 16384 * 8 * 64 * 2
+
+
+def test_ids_of_other_ops_tell_specs_apart() -> None:
+    variants = [BASE, SCAN, STEP, replace(STEP, num_slots=5), replace(SCAN, padded=True)]
+    variants += [replace(SCAN, batch_size=1, num_sequences=n) for n in (0, 1, 2)]
+    variants += [replace(SCAN, **{name: True}) for name in LAYER]
+    assert len({spec.id for spec in variants}) == len(variants)

@@ -13,6 +13,9 @@ from hypothesis import strategies as st
 from tests import scan_oracle
 from tests.scanning import Shape, call, error
 from tilegym_mamba2 import interpreter, mamba2_state_update, ops_step, registry
+from tilegym_mamba2.budgets import check
+from tilegym_mamba2.calls import CALLS
+from tilegym_mamba2.spec import SPECS, select
 
 BACKENDS = [name for name in ("torch", "cutile") if name in registry.ops()["mamba2_state_update"].backends]
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
@@ -111,6 +114,21 @@ def test_one_token_without_and_with_k(backend: str) -> None:
         with_k = step(second, values, slice(1, 2), backend=backend)
     assert without.shape == (2, 4, 3) and with_k.shape == (2, 1, 4, 3)
     assert torch.equal(without, with_k[:, 0]) and torch.equal(first, second)
+
+
+@every_backend
+@pytest.mark.parametrize("name", select("step-test"))
+def test_specs_within_budgets(backend: str, name: str) -> None:
+    spec, entry = SPECS[name], registry.ops()["mamba2_state_update"]
+    inputs = spec.get_sample_inputs(device="cpu")
+    before = inputs["state"].clone()
+    call = CALLS["mamba2_state_update"]
+    fresh = call.fresh(inputs)
+    with running(backend):
+        found = call.call(fresh, backend)
+    assert torch.equal(inputs["state"], before) and not torch.equal(fresh["state"], before)
+    verdicts = check(entry, found, inputs, dtype=spec.dtype, decay=spec.decay)
+    assert len(verdicts) == 2 and not [v for v in verdicts if not v.ok]
 
 
 # ---- with the scan

@@ -19,7 +19,7 @@ ROUNDING_ROOM = 1.5
 ZERO_TOLERANCE = 1e-30
 
 # Outputs in x's dtype: their budgets include the rounding to it. All others are budgeted as float32 results.
-_OUTPUTS_LIKE_X = frozenset({"out", "dx", "db", "dc"})
+_OUTPUTS_LIKE_X = frozenset({"out", "dx", "db", "dc", "dz"})
 _BLOCK_ELEMENTS = 2**26
 
 
@@ -76,7 +76,7 @@ def budget_for(
         decay: the spec's; anything but "published" means zero-mean inputs. None, for inputs of unknown kind,
             takes the widest of the variants.
         ref: the float64 result.
-        output_dtype: what it was rounded to; by default x's dtype for `out, dx, db, dc` and for
+        output_dtype: what it was rounded to; by default x's dtype for `out, dx, db, dc, dz` and for
             float64, else float32.
 
     Raises:

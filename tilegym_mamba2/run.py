@@ -11,14 +11,13 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-import tilegym
 import torch
 
 from tilegym_mamba2 import __version__, registry
 from tilegym_mamba2.backends.cutile import availability
 from tilegym_mamba2.budgets import Verdict, check
+from tilegym_mamba2.calls import CALLS, OpCall
 from tilegym_mamba2.errors import BackendUnavailable
-from tilegym_mamba2.reference import float64_reference
 from tilegym_mamba2.spec import DTYPE_NAMES, SPECS, Mamba2ProblemSpec
 from tilegym_mamba2.validate import validate_forward
 
@@ -36,15 +35,21 @@ class UsageError(Exception):
 
 @dataclass(frozen=True)
 class Problem:
-    """What to run on: where it came from, the inputs by name, and the decay that picks the budgets."""
+    """What to run: where it came from, the inputs by name, the decay that picks the budgets, and the op."""
 
     description: dict[str, Any]
     inputs: dict[str, Any]
     decay: str | None
+    op: str = OP
+
+    @property
+    def call(self) -> OpCall:
+        return CALLS[self.op]
 
     @property
     def tokens(self) -> int:
-        return math.prod(self.inputs["x"].shape[:2])
+        # A step's x may come without K.
+        return math.prod(self.inputs["x"].shape[:-2])
 
 
 @dataclass(frozen=True)
@@ -111,7 +116,8 @@ def pick_spec(name: str, overrides: dict[str, Any]) -> Mamba2ProblemSpec:
 
 def spec_as_json(spec: Mamba2ProblemSpec) -> dict[str, Any]:
     """The fields of a spec with dtypes as names."""
-    values = {item.name: getattr(spec, item.name) for item in fields(spec)} | {"dt_dtype": spec.step_dtype}
+    values = {"op": spec.op} | {item.name: getattr(spec, item.name) for item in fields(spec)}
+    values["dt_dtype"] = spec.step_dtype
     return {
         name: str(v).removeprefix("torch.") if isinstance(v, torch.dtype) else v for name, v in values.items()
     }
@@ -120,7 +126,7 @@ def spec_as_json(spec: Mamba2ProblemSpec) -> dict[str, Any]:
 def problem_from_spec(name: str, spec: Mamba2ProblemSpec, device: torch.device) -> Problem:
     """The inputs that a spec draws, with the float64 reference still to come."""
     inputs = spec.get_sample_inputs(with_reference=False, with_backward=False, device=device)
-    return Problem({"name": name, "id": spec.id} | spec_as_json(spec), inputs, spec.decay)
+    return Problem({"name": name, "id": spec.id} | spec_as_json(spec), inputs, spec.decay, spec.op)
 
 
 def problem_from_file(path: Path, chunk_size: int, device: torch.device) -> Problem:
@@ -159,18 +165,19 @@ def problem_from_file(path: Path, chunk_size: int, device: torch.device) -> Prob
     return Problem({"input": str(path)} | sizes, inputs, None)
 
 
-def run_backend(problem: Problem, backend: str, reference: dict[str, torch.Tensor]) -> Outcome:
-    """Call `tilegym.ops.mamba2_chunk_forward` on one backend, check it against float64 and time it."""
-
-    def call() -> tuple[torch.Tensor, torch.Tensor]:
-        return tilegym.ops.mamba2_chunk_forward(**problem.inputs, backend=backend)
-
-    entry = registry.ops()[OP]
+def run_backend(problem: Problem, backend: str, reference: dict[str, torch.Tensor | None]) -> Outcome:
+    """Call the problem's op as `tilegym.ops.<op>` on one backend, check it against float64 and time it."""
+    op, entry = problem.call, registry.ops()[problem.op]
     with torch.no_grad():
-        outputs = dict(zip(entry.outputs, call(), strict=True))
+        inputs = op.fresh(problem.inputs)
+        outputs = op.call(inputs, backend)
         dtype = problem.inputs["x"].dtype
-        verdicts = check(entry, outputs, reference, dtype=dtype, decay=problem.decay)
-        median_ms = _median_ms(call, problem.inputs["x"].device)
+        expected = dict.fromkeys(entry.outputs) | reference
+        found = dict.fromkeys(entry.outputs) | outputs
+        verdicts = check(entry, found, expected, dtype=dtype, decay=problem.decay)
+        # Timed on copies of its own: an op in place goes on from where it stands.
+        inputs = op.fresh(problem.inputs)
+        median_ms = _median_ms(lambda: op.call(inputs, backend), problem.inputs["x"].device)
     return Outcome(backend, None, verdicts, median_ms, problem.tokens / (median_ms / 1e3), outputs)
 
 
@@ -180,16 +187,16 @@ def run(problem: Problem, backend: str | None, compare: bool) -> list[Outcome]:
     Raises BackendUnavailable if the chosen backend cannot run. A compared one that cannot, or that fails, has
     a `failure` in its outcome.
     """
-    tensors = tuple(problem.inputs[name] for name in TENSORS)
+    arguments = problem.call.resolve_args(problem.inputs)
     with torch.no_grad():
-        chosen, _ = registry.resolve(OP, backend, tensors)
-    reference = float64_reference(problem.inputs)
+        chosen, _ = registry.resolve(problem.op, backend, arguments)
+    reference = problem.call.reference(problem.inputs)
     outcomes = [run_backend(problem, chosen, reference)]
-    others = [name for name in registry.ops()[OP].backends if name != chosen] if compare else []
+    others = [name for name in registry.ops()[problem.op].backends if name != chosen] if compare else []
     for other in others:
         try:
             with torch.no_grad():
-                registry.resolve(OP, other, tensors)
+                registry.resolve(problem.op, other, arguments)
             outcomes.append(run_backend(problem, other, reference))
         except BackendUnavailable as error:
             outcomes.append(Outcome(other, failure=str(error)))

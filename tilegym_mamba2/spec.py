@@ -5,13 +5,13 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from tilegym_mamba2.reference import float64_reference
+from tilegym_mamba2.reference import float64_reference, float64_scan_reference, float64_step_reference
 from tilegym_mamba2.spec_table import rows
 
 DECAYS = ("published", "slow", "none", "violent")
@@ -31,6 +31,8 @@ _DT_MEAN = 0.05
 _MEMORY_TOKENS = (200.0, 5000.0)
 _WARM_UP_TOKENS = 32
 _STREAMS = ("x", "a", "b", "c", "d", "dt", "init_state", "dout", "dfinal_state")
+# Of the other ops. Seeded apart, so that they shift no bit of those above.
+_MORE_STREAMS = ("z", "dt_bias", "lengths", "state", "slots")
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ class Mamba2ProblemSpec:
     Raises:
         ValueError: naming the fields, when no such problem exists.
     """
+
+    op: ClassVar[str] = "mamba2_chunk_forward"
 
     batch_size: int
     num_tokens: int
@@ -131,11 +135,16 @@ class Mamba2ProblemSpec:
         return self.batch_size * self.num_tokens * heads_and_groups > DEVICE_DRAW_ELEMENTS
 
     @property
+    def num_states(self) -> int:
+        """How many initial and final states there are."""
+        return self.batch_size
+
+    @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of every tensor of the problem, by argument name."""
         batch, tokens, heads = self.batch_size, self.num_tokens, self.num_heads
         token_state = (batch, tokens, self.num_groups, self.state_size)
-        state = (batch, heads, self.head_size, self.state_size)
+        state = (self.num_states, heads, self.head_size, self.state_size)
         token_head = (batch, tokens, heads, self.head_size)
         return {
             "x": token_head,
@@ -202,10 +211,17 @@ class Mamba2ProblemSpec:
         inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
         if self.layout == "sliced":
             inputs |= _slice_of_projection(inputs)
-        inputs["chunk_size"] = self.chunk_size
+        inputs |= self._settings()
         if with_reference:
-            inputs |= float64_reference(inputs)
+            inputs |= self._reference(inputs)
         return inputs
+
+    def _settings(self) -> dict[str, Any]:
+        """The arguments that are no tensors."""
+        return {"chunk_size": self.chunk_size}
+
+    def _reference(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor | None]:
+        return float64_reference(inputs)
 
     def _draw_forward(self, draw: "_Draw") -> dict[str, torch.Tensor]:
         shapes = self.shapes
@@ -236,12 +252,12 @@ class Mamba2ProblemSpec:
 
     def _draw_state(self, draw: "_Draw", a: torch.Tensor) -> torch.Tensor:
         """A state that a short recurrence of this kind makes from zero, float32 (B, H, P, N)."""
-        shapes = replace(self, num_tokens=_WARM_UP_TOKENS).shapes
-        x = draw.normal("init_state", shapes["x"])
-        b = draw.normal("init_state", shapes["b"])
+        lead = (self.num_states, _WARM_UP_TOKENS)
+        x = draw.normal("init_state", (*lead, self.num_heads, self.head_size))
+        b = draw.normal("init_state", (*lead, self.num_groups, self.state_size))
         if not self.zero_mean:
             x, b = torch.nn.functional.silu(x), torch.nn.functional.silu(b)
-        dt = torch.nn.functional.softplus(draw.normal("init_state", shapes["dt"]))
+        dt = torch.nn.functional.softplus(draw.normal("init_state", (*lead, self.num_heads)))
         if self.zero_mean:
             dt *= _DT_MEAN / _SOFTPLUS_MEAN
         b = b.repeat_interleave(self.num_heads // self.num_groups, dim=2)
@@ -258,8 +274,9 @@ class _Draw:
     def __init__(self, seed: int, device: torch.device) -> None:
         self.device = device
         self._generators = {
-            name: torch.Generator(device).manual_seed(seed * len(_STREAMS) + index)
-            for index, name in enumerate(_STREAMS)
+            name: torch.Generator(device).manual_seed(first + seed * len(names) + index)
+            for first, names in ((0, _STREAMS), (2**40, _MORE_STREAMS))
+            for index, name in enumerate(names)
         }
 
     def normal(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -278,7 +295,7 @@ def _names(dtypes: Mapping[torch.dtype, str]) -> str:
 
 
 def _slice_of_projection(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """x, b, c and dt moved into one (B, T + 8, width) projection, laid out [z | x | b | c | dt]."""
+    """x, b, c, dt and z, if any, moved into one (B, T + 8, width) projection: [z | x | b | c | dt]."""
     x = inputs["x"]
     batch, tokens, heads, head_size = x.shape
     names = ["x", "b", "c"] + ["dt"] * (inputs["dt"].dtype == x.dtype)
@@ -286,6 +303,8 @@ def _slice_of_projection(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Ten
     width = gap + sum(math.prod(inputs[name].shape[2:]) for name in names)
     parent = torch.full((batch, tokens + 8, width), math.nan, dtype=x.dtype, device=x.device)
     slices, start = {}, gap
+    if "z" in inputs:
+        names, start = ["z", *names], 0
     for name in names:
         shape = inputs[name].shape[2:]
         stop = start + math.prod(shape)
@@ -295,11 +314,201 @@ def _slice_of_projection(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Ten
     return slices
 
 
-_TAGS = {name: tags for name, _, tags in rows()}
+@dataclass(frozen=True)
+class Mamba2ScanSpec(Mamba2ProblemSpec):
+    """A problem of `mamba2_chunk_scan`: a `Mamba2ProblemSpec` with options.
+
+    Args:
+        gated: whether there is a gate z, of normals.
+        raw_dt: whether dt comes before dt_bias and softplus; as used it is distributed as `decay` says.
+        d_per_row: whether d is (H, P).
+        num_sequences: packed in so many sequences of random length, which fill T; batch_size is 1 then.
+            0: not packed.
+        padded: whether rows have random lengths; the first one is whole.
+    """
+
+    op: ClassVar[str] = "mamba2_chunk_scan"
+
+    gated: bool = False
+    raw_dt: bool = False
+    d_per_row: bool = False
+    num_sequences: int = 0
+    padded: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_count("num_sequences", self.num_sequences)
+        if self.num_sequences and (self.batch_size != 1 or self.padded):
+            raise ValueError(
+                "num_sequences needs batch_size=1 and padded=False, "
+                f"got batch_size={self.batch_size}, padded={self.padded}"
+            )
+
+    @property
+    def id(self) -> str:
+        parts = [super().id]
+        parts += [name for name in ("gated", "raw_dt", "d_per_row", "padded") if getattr(self, name)]
+        parts += [f"S{self.num_sequences}"] * (self.num_sequences != 0)
+        return "-".join(["scan", *parts])
+
+    @property
+    def num_states(self) -> int:
+        return self.num_sequences or self.batch_size
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        shapes = super().shapes
+        if self.d_per_row:
+            shapes["d"] = (self.num_heads, self.head_size)
+        if self.gated:
+            shapes["z"] = shapes["x"]
+        if self.raw_dt:
+            shapes["dt_bias"] = shapes["a"]
+        return shapes
+
+    def bytes_moved(self) -> int:
+        """As of the forward, and the gate read once."""
+        gate = self.batch_size * self.num_tokens * self.num_heads * self.head_size * self.dtype.itemsize
+        return super().bytes_moved() + gate * self.gated
+
+    def _settings(self) -> dict[str, Any]:
+        return super()._settings() | {"dt_softplus": self.raw_dt}
+
+    def _reference(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor | None]:
+        return float64_scan_reference(inputs)
+
+    def _draw_forward(self, draw: "_Draw") -> dict[str, torch.Tensor]:
+        """The keyword arguments of `mamba2_chunk_scan` that are tensors."""
+        inputs = super()._draw_forward(draw)
+        shapes = self.shapes
+        if self.gated:
+            inputs["z"] = draw.normal("z", shapes["z"]).to(self.dtype)
+        if self.raw_dt:
+            inputs["dt_bias"] = draw.normal("dt_bias", shapes["dt_bias"])
+            used = inputs["dt"].float().clamp(min=1e-6)
+            # ln(e^v - 1), the inverse of softplus.
+            raw = used + torch.log(-torch.expm1(-used)) - inputs["dt_bias"]
+            inputs["dt"] = raw.to(self.step_dtype)
+        if self.num_sequences:
+            inputs["cu_seqlens"] = self._draw_borders(draw)
+        if self.padded:
+            lengths = (draw.uniform("lengths", (self.batch_size,)) * (self.num_tokens + 1)).int()
+            lengths[0] = self.num_tokens
+            inputs["seq_lens"] = lengths
+        return inputs
+
+    def _draw_borders(self, draw: "_Draw") -> torch.Tensor:
+        """cu_seqlens (S + 1,): uniform cuts, which make lengths of every size and some empty sequences."""
+        cuts = draw.uniform("lengths", (self.num_sequences - 1,)) * (self.num_tokens + 1)
+        borders = torch.nn.functional.pad(cuts.int().sort().values, (1, 1))
+        borders[-1] = self.num_tokens
+        return borders
+
+
+@dataclass(frozen=True)
+class Mamba2StepSpec(Mamba2ScanSpec):
+    """A problem of `mamba2_state_update`: `num_tokens` is K, and `state_dtype` that of the states.
+
+    Args:
+        num_slots: of a pool from which the rows take theirs in random order; at least batch_size.
+            0: row r has slot r, and there is no `state_indices`.
+    """
+
+    op: ClassVar[str] = "mamba2_state_update"
+
+    num_slots: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_count("num_slots", self.num_slots)
+        if self.num_slots and self.num_slots < self.batch_size:
+            raise ValueError(
+                "num_slots must be 0 or at least batch_size, "
+                f"got num_slots={self.num_slots}, batch_size={self.batch_size}"
+            )
+        if self.num_tokens < 1 or self.num_sequences or self.padded:
+            raise ValueError(
+                "a step needs num_tokens of at least 1 and no num_sequences or padded, "
+                f"got num_tokens={self.num_tokens}, num_sequences={self.num_sequences}, padded={self.padded}"
+            )
+
+    @property
+    def id(self) -> str:
+        slots = f"-slots{self.num_slots}" if self.num_slots else ""
+        return super().id.replace("scan", "step", 1) + slots
+
+    @property
+    def num_states(self) -> int:
+        return self.num_slots or self.batch_size
+
+    @property
+    def drawn_on_device(self) -> bool:
+        return super().drawn_on_device or math.prod(self.shapes["init_state"]) > DEVICE_DRAW_ELEMENTS
+
+    def flops(self) -> int:
+        """6 per element of the state and token: forget, add, read."""
+        return 6 * self.num_tokens * self.batch_size * self.num_heads * self.head_size * self.state_size
+
+    def bytes_moved(self) -> int:
+        """Bytes of a step that reads and writes the state of every row once, whatever K is."""
+        unused = self.num_states - self.batch_size
+        one_state = self.num_heads * self.head_size * self.state_size * self.state_dtype.itemsize
+        return super().bytes_moved() - 2 * unused * one_state
+
+    def get_sample_inputs(
+        self,
+        *,
+        with_reference: bool = True,
+        with_backward: bool = False,
+        device: torch.device | str | None = None,
+    ) -> dict[str, Any]:
+        """As of a `Mamba2ProblemSpec`, with the keyword arguments of `mamba2_state_update`.
+
+        Args:
+            with_reference: adds float64 `out` and `final_state`, the states afterwards.
+            with_backward: has no meaning here, for a step has none.
+
+        Returns:
+            state (slots, H, P, N), which a call overwrites, and, with K = 1, x and z (B, H, P), dt (B, H), b
+            and c (B, G, N), else with K.
+        """
+        return super().get_sample_inputs(with_reference=with_reference, with_backward=False, device=device)
+
+    def _settings(self) -> dict[str, Any]:
+        return {"dt_softplus": self.raw_dt}
+
+    def _reference(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor | None]:
+        return float64_step_reference(inputs)
+
+    def _draw_forward(self, draw: "_Draw") -> dict[str, torch.Tensor]:
+        inputs = super()._draw_forward(draw)
+        if self.num_tokens == 1:
+            for name in ("x", "z", "dt", "b", "c"):
+                if name in inputs:
+                    inputs[name] = inputs[name].squeeze(1)
+        if self.num_slots:
+            inputs["state_indices"] = draw.uniform("slots", (self.num_slots,)).argsort()[: self.batch_size]
+        return {"state": inputs.pop("init_state")} | inputs
+
+    def _draw_state(self, draw: "_Draw", a: torch.Tensor) -> torch.Tensor:
+        """Normals: states can be the bulk of a step, and a recurrence over them would take minutes."""
+        return draw.normal("state", self.shapes["init_state"])
+
+
+def _check_count(field: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{field} must be an integer of at least 0, got {value!r}")
+
+
+_KINDS = {"chunk": Mamba2ProblemSpec, "scan": Mamba2ScanSpec, "step": Mamba2StepSpec}
+_TAGS = {name: tags for name, _, _, tags in rows()}
 SPECS: Mapping[str, Mamba2ProblemSpec] = MappingProxyType(
-    {name: Mamba2ProblemSpec(**fields) for name, fields, _ in rows()}
+    {name: _KINDS[kind](**fields) for name, kind, fields, _ in rows()}
 )
-"""Named problems. Tags: published (benchmark, grid), model (compared), test, edge (huge), cpu."""
+"""Named problems. Tags: published (benchmark, grid), model (compared), test, edge (huge), cpu.
+
+Those of the other ops have tags of their own: scan, scan-test, step, step-test.
+"""
 
 
 def tags(name: str) -> frozenset[str]:

@@ -1,4 +1,4 @@
-"""The named problems as data: each row is a name, the fields of a `Mamba2ProblemSpec` and its tags."""
+"""The named problems as data: each row is a name, a kind of spec, its fields and its tags."""
 
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 Fields = dict[str, Any]
-Row = tuple[str, Fields, frozenset[str]]
+Row = tuple[str, str, Fields, frozenset[str]]
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -57,9 +57,19 @@ _COMPARED_MODELS = (
 
 def rows() -> Iterator[Row]:
     """Every named problem, in the order in which they are listed."""
-    for family in (_published, _models, _tests, _edges):
+    for kind, family in (
+        ("chunk", _published),
+        ("chunk", _models),
+        ("chunk", _tests),
+        ("chunk", _edges),
+        ("chunk", _unpacked),
+        ("scan", _scans),
+        ("scan", _scan_tests),
+        ("step", _steps),
+        ("step", _step_tests),
+    ):
         for name, fields, tags in family():
-            yield name, fields, frozenset(tags.split())
+            yield name, kind, fields, frozenset(tags.split())
 
 
 def _sizes(
@@ -159,3 +169,67 @@ def _edges() -> Iterator[tuple[str, Fields, str]]:
     # x has 2³¹ + 2048 elements, where a 32-bit offset wraps.
     vast = {"batch_size": 1, "num_tokens": 2**20 + 1, "num_heads": 32, "state_size": 16}
     yield "edge-2g-elements", base | vast, "edge huge"
+
+
+# All that a Mamba-2 layer puts around the scan.
+_LAYER = {"gated": True, "raw_dt": True, "decay": "slow"}
+
+
+def _unpacked() -> Iterator[tuple[str, Fields, str]]:
+    """What `packed-64k` is compared with."""
+    yield "unpacked-64k", _sizes(1, 65536, 1, 8, 128, 64, 128, decay="slow"), "scan"
+
+
+def _scans() -> Iterator[tuple[str, Fields, str]]:
+    """The published layer as a model calls it, plain and packed, and what a short one costs on a CPU."""
+    published = _sizes(4, 16384, 1, 8, 128, 64, 128, decay="slow")
+    yield "gated", published | _LAYER, "scan"
+    yield "gated-cpu", published | _LAYER | {"batch_size": 1, "num_tokens": 2048}, "scan"
+    row = published | {"batch_size": 1, "num_tokens": 65536}
+    yield "packed-64k", row | {"num_sequences": 200}, "scan"
+    yield "packed-64k-gated", row | _LAYER | {"num_sequences": 200}, "scan"
+    yield "padded", published | _LAYER | {"padded": True}, "scan"
+
+
+def _scan_tests() -> Iterator[tuple[str, Fields, str]]:
+    base = _sizes(2, 150, 2, 4, 32, 16, 64, decay="slow")
+    packed = {"batch_size": 1, "num_tokens": 300, "num_sequences": 7}
+    cases = {
+        "gated": {"gated": True},
+        "raw-dt": {"raw_dt": True},
+        "d-per-row": {"d_per_row": True},
+        "packed": packed,
+        "padded": {"padded": True},
+        "layer": _LAYER,
+        "layer-fp16": _LAYER | {"dtype": _FP16},
+        "layer-fp32": _LAYER | {"dtype": _FP32},
+        "layer-sliced": _LAYER | {"layout": "sliced", "dt_dtype": _BF16},
+        "layer-published": _LAYER | {"decay": "published"},
+        "layer-packed": _LAYER | packed | {"d_per_row": True},
+        "layer-packed-fp32": _LAYER | packed | {"dtype": _FP32, "head_size": 20, "state_size": 24},
+        "layer-padded": _LAYER | {"padded": True, "state_dtype": _BF16},
+    }
+    yield from ((f"scan-{name}", base | fields, "scan-test") for name, fields in cases.items())
+
+
+def _steps() -> Iterator[tuple[str, Fields, str]]:
+    """Decoding, one token: a full batch of a large layer, which is all states, and one row of a small one."""
+    large = _sizes(256, 1, 8, 128, 128, 64, 1) | _LAYER
+    yield "decode-256", large, "step"
+    yield "decode-256-bf16", large | {"state_dtype": _BF16}, "step"
+    yield "decode-256-pool", large | {"num_slots": 320}, "step"
+    yield "decode-1", large | {"batch_size": 1, "num_groups": 1, "num_heads": 80}, "step"
+    yield "decode-cpu", large | {"batch_size": 8, "num_groups": 1, "num_heads": 24}, "step"
+
+
+def _step_tests() -> Iterator[tuple[str, Fields, str]]:
+    base = _sizes(3, 1, 2, 4, 32, 16, 1, decay="slow")
+    cases = {
+        "plain": {},
+        "layer": _LAYER,
+        "layer-several": _LAYER | {"num_tokens": 3, "d_per_row": True},
+        "layer-pool": _LAYER | {"num_slots": 7, "state_dtype": _BF16},
+        "layer-fp32": _LAYER | {"dtype": _FP32, "head_size": 20, "state_size": 24},
+        "layer-fp16": _LAYER | {"dtype": _FP16, "state_dtype": _FP16},
+    }
+    yield from ((f"step-{name}", base | fields, "step-test") for name, fields in cases.items())

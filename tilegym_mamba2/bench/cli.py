@@ -377,6 +377,9 @@ def _specs(names: list[str] | None, tags: list[str] | None, device: str | None) 
             raise typer.BadParameter("no spec has these tags")
         name = "published" if _device(device).type == "cuda" else "cpu"
         chosen = {name: SPECS[name]}
+    # Their inputs would fit in part, and another op would be measured.
+    if others := [name for name, spec in chosen.items() if spec.op != "mamba2_chunk_forward"]:
+        raise typer.BadParameter(f"{', '.join(others)}: a spec of {chosen[others[0]].op}, which has no bench")
     return chosen
 
 
