@@ -8,6 +8,7 @@ import tilegym
 import torch
 
 from tilegym_mamba2.autograd_scan import options_of
+from tilegym_mamba2.options import NO_LIMIT
 from tilegym_mamba2.reference import float64_reference, float64_scan_reference, float64_step_reference
 
 __all__ = ["CALLS", "OpCall"]
@@ -37,7 +38,7 @@ class OpCall:
         found = tuple(inputs.get(name) for name in self.tensors)
         if self.op != "mamba2_chunk_scan":
             return found
-        low, high = inputs.get("dt_limit", (0.0, float("inf")))
+        low, high = inputs.get("dt_limit", NO_LIMIT)
         settings = (inputs.get("dt_softplus", False), low, high, inputs["chunk_size"])
         return (*found, options_of(found, *settings, inputs.get("state_dtype")))
 

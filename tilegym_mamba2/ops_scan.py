@@ -1,20 +1,17 @@
 """The whole Mamba-2 scan as a public op: gates, dt pipeline, packed and padded sequences."""
 
-import math
-
 import torch
 
 from tilegym_mamba2 import autograd_scan, registry
 from tilegym_mamba2.autocast import FULL, KEEP, LOW, autocast
 from tilegym_mamba2.autograd import differentiable
 from tilegym_mamba2.ops_chunk import mamba2_chunk_forward
+from tilegym_mamba2.options import NO_LIMIT
 from tilegym_mamba2.validate_scan import check_bool, check_scan_values, validate_scan
 
 __all__ = ["mamba2_chunk_scan"]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-# 0 and not 0.0: torch.compile with dynamic shapes would make a symbol of a float.
-_NO_LIMIT = (0, math.inf)
 # x, dt, a, b, c, d, z, dt_bias, init_state, cu_seqlens, seq_lens
 _AUTOCAST = (LOW, FULL, FULL, LOW, LOW, FULL, LOW, FULL, FULL, KEEP, KEEP)
 
@@ -30,7 +27,7 @@ def mamba2_chunk_scan(
     z: torch.Tensor | None = None,
     dt_bias: torch.Tensor | None = None,
     dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = _NO_LIMIT,
+    dt_limit: tuple[float, float] = NO_LIMIT,
     init_state: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
     seq_lens: torch.Tensor | None = None,
@@ -103,7 +100,7 @@ def mamba2_chunk_scan(
         and seq_lens is None
         and state_dtype is None
         and return_chunk_states is False
-        and dt_limit == _NO_LIMIT
+        and dt_limit == NO_LIMIT
         and getattr(d, "ndim", 1) != 2
         and (torch.compiler.is_compiling() or _forward_has(backend))
     )

@@ -1,12 +1,12 @@
 """The decoding step as a public op, in place, and the `torch.library` op that torch.compile sees."""
 
-import math
 from typing import Optional
 
 import torch
 from torch import Tensor
 
 from tilegym_mamba2.autocast import FULL, KEEP, LOW, autocast
+from tilegym_mamba2.options import NO_LIMIT
 from tilegym_mamba2.registry import resolve
 from tilegym_mamba2.validate_scan import validate_state_update
 
@@ -30,7 +30,7 @@ def mamba2_state_update(
     z: torch.Tensor | None = None,
     dt_bias: torch.Tensor | None = None,
     dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, math.inf),
+    dt_limit: tuple[float, float] = NO_LIMIT,
     state_indices: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     backend: str | None = None,

@@ -5,7 +5,11 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["ScanOptions"]
+__all__ = ["NO_LIMIT", "ScanOptions"]
+
+# 0 and not 0.0: torch.compile with dynamic shapes would make a symbol of a float.
+NO_LIMIT = (0, math.inf)
+"""The default of dt_limit."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +25,7 @@ class ScanOptions:
     """
 
     dt_softplus: bool = False
-    dt_limit: tuple[float, float] = (0.0, math.inf)
+    dt_limit: tuple[float, float] = NO_LIMIT
     chunk_size: int = 64
     state_dtype: torch.dtype | None = None
     return_chunk_states: bool = False

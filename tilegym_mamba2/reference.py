@@ -1,10 +1,11 @@
 """What float64 arithmetic makes of a problem: the yardstick of every test, benchmark and command."""
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+
+from tilegym_mamba2.options import NO_LIMIT, ScanOptions
 
 # Elements that one step may touch: 2 GiB of doubles.
 REFERENCE_ELEMENTS = 2**28
@@ -55,10 +56,9 @@ def float64_scan_reference(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor 
         dinit_state`, None for inputs that are not there.
     """
     from tilegym_mamba2.backends.torch import scan
-    from tilegym_mamba2.options import ScanOptions
 
     backward = inputs.get("dout") is not None
-    limit = tuple(inputs.get("dt_limit", ScanOptions.dt_limit))
+    limit = tuple(inputs.get("dt_limit", NO_LIMIT))
     options = ScanOptions(inputs.get("dt_softplus", False), limit, REFERENCE_CHUNK, torch.float64)
     results = _zero_results(inputs, _SCAN, backward)
     for rows, group_range, head_range in _cuts(inputs, backward):
@@ -102,7 +102,7 @@ def float64_step_reference(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]
             *(doubles.get("d"), cut.get("z"), doubles.get("dt_bias")),
             None if indices is None else indices[rows],
             inputs.get("dt_softplus", False),
-            inputs.get("dt_limit", (0.0, math.inf)),
+            inputs.get("dt_limit", NO_LIMIT),
             out[rows],
         )
     return {"out": out.reshape(inputs["x"].shape), "final_state": state}

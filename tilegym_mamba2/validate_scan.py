@@ -17,11 +17,11 @@ Values on the CPU are at hand, so that lengths and slots there are always checke
 the caller asks for it: it makes the host wait for the device.
 """
 
-import math
 from typing import Any, NoReturn
 
 import torch
 
+from tilegym_mamba2.options import NO_LIMIT
 from tilegym_mamba2.validate import Dims, dtype_name, dtype_names, state_dtypes, validate_forward
 
 __all__ = ["check_bool", "check_scan_values", "validate_scan", "validate_state_update"]
@@ -99,7 +99,7 @@ def check_scan_values(
     """
     _check_lengths(cu_seqlens, seq_lens, dt.shape[1])
     _check_all("a must be ≤ 0", a, a <= 0)
-    piped = dt_softplus or dt_bias is not None or tuple(dt_limit) != (0.0, math.inf)
+    piped = dt_softplus or dt_bias is not None or tuple(dt_limit) != NO_LIMIT
     used = dt
     if piped:
         from tilegym_mamba2.backends.torch.step_size import step_size
@@ -132,7 +132,7 @@ def validate_state_update(
     """Checks the arguments of `mamba2_state_update`; raises as `validate_scan` does."""
     if not _fast_step(state, x, dt, a, b, c, d, z, dt_bias, state_indices, out):
         _check_step(state, x, dt, a, b, c, d, z, dt_bias, state_indices, out)
-    if dt_softplus is not False or dt_limit != (0.0, math.inf):
+    if dt_softplus is not False or dt_limit != NO_LIMIT:
         _check_pipeline(dt_softplus, dt_limit)
     if _at_hand(state_indices):
         slots = state.shape[0]
