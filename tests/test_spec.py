@@ -367,3 +367,17 @@ def test_ids_of_other_ops_tell_specs_apart() -> None:
     variants += [replace(SCAN, batch_size=1, num_sequences=n) for n in (0, 1, 2)]
     variants += [replace(SCAN, **{name: True}) for name in LAYER]
     assert len({spec.id for spec in variants}) == len(variants)
+
+
+def test_bits_do_not_depend_on_the_number_of_threads() -> None:
+    spec = replace(SPECS["bf16-slow"], num_tokens=4097, num_heads=32, num_groups=1)
+    before = torch.get_num_threads()
+    drawn = []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            drawn.append(spec.get_sample_inputs(with_reference=False, device="cpu"))
+    finally:
+        torch.set_num_threads(before)
+    for other in drawn[1:]:
+        assert [n for n, t in other.items() if isinstance(t, torch.Tensor) and not t.equal(drawn[0][n])] == []

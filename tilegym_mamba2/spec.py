@@ -4,7 +4,7 @@
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -23,6 +23,8 @@ DTYPE_NAMES: Mapping[torch.dtype, str] = MappingProxyType(
 # Above this many elements in x, b and c together, drawing on one core and copying takes longer than a run.
 DEVICE_DRAW_ELEMENTS = 2**27
 
+# Elements up to which torch does not share an elementwise function between threads; a power of two.
+_ONE_THREAD = 2**14
 # The mean of softplus over standard normals, so that dt of the other decays can be scaled to a chosen mean.
 _SOFTPLUS_MEAN = 0.8060591833474399
 # A trained model's dt lies in 1e-3…0.1; at 0.05 neither the state's part of `out` hides the skip term's, nor
@@ -228,7 +230,7 @@ class Mamba2ProblemSpec:
         inputs = {name: draw.normal(name, shapes[name]) for name in ("x", "b", "c", "d")}
         if not self.zero_mean:
             for name in ("x", "b", "c"):
-                torch.nn.functional.silu(inputs[name], inplace=True)
+                inputs[name] = _elementwise(torch.nn.functional.silu, inputs[name])
         inputs |= self._draw_decay(draw, shapes)
         inputs["init_state"] = self._draw_state(draw, inputs["a"])
         dtypes = {"x": self.dtype, "b": self.dtype, "c": self.dtype, "dt": self.step_dtype}
@@ -241,7 +243,7 @@ class Mamba2ProblemSpec:
         if self.decay == "violent":
             rate = _log_uniform(draw.uniform("a", shapes["a"]), 1e-2, 1e6)
             return {"a": -rate, "dt": _log_uniform(draw.uniform("dt", shapes["dt"]), 1e-3, 20.0)}
-        dt = torch.nn.functional.softplus(draw.normal("dt", shapes["dt"]))
+        dt = _elementwise(torch.nn.functional.softplus, draw.normal("dt", shapes["dt"]))
         uniform = draw.uniform("a", shapes["a"])
         if self.decay == "published":
             return {"a": -1.0 - 15.0 * uniform, "dt": dt}
@@ -256,8 +258,8 @@ class Mamba2ProblemSpec:
         x = draw.normal("init_state", (*lead, self.num_heads, self.head_size))
         b = draw.normal("init_state", (*lead, self.num_groups, self.state_size))
         if not self.zero_mean:
-            x, b = torch.nn.functional.silu(x), torch.nn.functional.silu(b)
-        dt = torch.nn.functional.softplus(draw.normal("init_state", (*lead, self.num_heads)))
+            x, b = (_elementwise(torch.nn.functional.silu, tensor) for tensor in (x, b))
+        dt = _elementwise(torch.nn.functional.softplus, draw.normal("init_state", (*lead, self.num_heads)))
         if self.zero_mean:
             dt *= _DT_MEAN / _SOFTPLUS_MEAN
         b = b.repeat_interleave(self.num_heads // self.num_groups, dim=2)
@@ -287,7 +289,19 @@ class _Draw:
 
 
 def _log_uniform(uniform: torch.Tensor, low: float, high: float) -> torch.Tensor:
-    return low * torch.exp(uniform * math.log(high / low))
+    return low * _elementwise(torch.exp, uniform * math.log(high / low))
+
+
+def _elementwise(function: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    """function(tensor), on the CPU in pieces that torch leaves to one thread.
+
+    Where the shares of two threads meet, a vectorised function may round otherwise than elsewhere: the bits
+    would depend on the number of threads.
+    """
+    if tensor.device.type != "cpu" or tensor.numel() == 0:
+        return function(tensor)
+    pieces = tensor.reshape(-1).split(_ONE_THREAD)
+    return torch.cat([function(piece) for piece in pieces]).reshape(tensor.shape)
 
 
 def _names(dtypes: Mapping[torch.dtype, str]) -> str:
@@ -387,7 +401,7 @@ class Mamba2ScanSpec(Mamba2ProblemSpec):
             inputs["dt_bias"] = draw.normal("dt_bias", shapes["dt_bias"])
             used = inputs["dt"].float().clamp(min=1e-6)
             # ln(e^v - 1), the inverse of softplus.
-            raw = used + torch.log(-torch.expm1(-used)) - inputs["dt_bias"]
+            raw = used + _elementwise(lambda v: torch.log(-torch.expm1(-v)), used) - inputs["dt_bias"]
             inputs["dt"] = raw.to(self.step_dtype)
         if self.num_sequences:
             inputs["cu_seqlens"] = self._draw_borders(draw)

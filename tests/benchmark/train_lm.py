@@ -41,8 +41,9 @@ WARM_UP = 20
 AVERAGED = 20
 MAX_DIFFERENCE, MIN_GAIN = 0.02, 1.0
 PEAK_STEPS = (10, 60)
-# The allocator may hand out a block that is somewhat larger than asked for.
-MEMORY_SLACK = 2**20
+# The allocator may hand out a block that is somewhat larger than asked for: torch's own backend moves up and
+# down by 1.5 MiB from step to step.
+MEMORY_SLACK = 2**22
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
