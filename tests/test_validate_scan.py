@@ -213,6 +213,34 @@ def test_tokens_past_the_last_sequence_are_not_checked() -> None:
         scan(arguments | {"cu_seqlens": i(0, 5, 13), "check": True})
 
 
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ({"cu_seqlens": i(0, 9, 5)}, "cu_seqlens must not decrease, got 5 after 9 at index 2"),
+        ({"cu_seqlens": i(0, 17)}, "cu_seqlens must end at T = 16 or before, got 17"),
+        ({"seq_lens": i(17)}, "seq_lens must be from 0 to T = 16, got 17 at index 0"),
+    ],
+    ids=str,
+)
+def test_lengths_are_among_the_values_checked(lengths: dict[str, torch.Tensor], message: str) -> None:
+    """What `check=True` calls, and for lengths on a device is the only one to look at them."""
+    arguments = {"cu_seqlens": None, "seq_lens": None} | lengths
+    with pytest.raises(ValueError) as raised:
+        validate_scan.check_scan_values(
+            z(1, 16, 4), z(4), None, arguments["cu_seqlens"], arguments["seq_lens"], False, (0.0, INF)
+        )
+    assert str(raised.value) == message
+
+
+@pytest.mark.gpu
+def test_lengths_on_a_gpu_are_checked_on_request() -> None:
+    arguments = scan_arguments(B=1, cu_seqlens=i(0, 9, 5))
+    arguments = {name: value.cuda() for name, value in arguments.items()}
+    scan(arguments)
+    with pytest.raises(ValueError, match="cu_seqlens must not decrease, got 5 after 9 at index 2"):
+        scan(arguments | {"check": True})
+
+
 def test_an_error_comes_before_the_choice_of_a_backend() -> None:
     with pytest.raises(ValueError, match="d must have shape"):
         scan(scan_arguments(d=z(5), backend="no such backend"))
