@@ -13,10 +13,18 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests import scan_oracle
 from tests.scanning import Shape, call, error
-from tilegym_mamba2 import interpreter, mamba2_state_update, ops_step, registry
+from tilegym_mamba2 import (
+    BackendUnavailable,
+    interpreter,
+    mamba2_state_update,
+    ops_step,
+    registry,
+    use_backend,
+)
 from tilegym_mamba2.budgets import check
 from tilegym_mamba2.calls import CALLS
 from tilegym_mamba2.spec import SPECS, select
+from tilegym_mamba2.validate_scan import validate_state_update
 
 BACKENDS = [name for name in ("torch", "cutile") if name in registry.ops()["mamba2_state_update"].backends]
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
@@ -293,6 +301,114 @@ def test_eager_calls_skip_torch_library(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(ops_step, "state_update", None)
     values = EVERYTHING.values()
     assert step(values["init_state"], values, backend="torch").shape == (2, 3, 4, 3)
+
+
+# ---- calls of a form that was seen before
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Calls are kept by their form, as those on a GPU are; the list grows by one with every validation."""
+    validated: list[int] = []
+
+    def validate(*arguments: Any) -> None:
+        validated.append(1)
+        validate_state_update(*arguments)
+
+    monkeypatch.setattr(ops_step, "validate_state_update", validate)
+    monkeypatch.setattr(ops_step, "_known", {})
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
+    with interpreter.interpret(), torch.no_grad():
+        yield validated
+
+
+@pytest.mark.parametrize("token", [0, slice(None)], ids=["one", "several"])
+@pytest.mark.parametrize("given_out", [False, True])
+def test_a_known_form_gives_the_same_bits(as_on_a_gpu: list[int], token: Any, given_out: bool) -> None:
+    values = EVERYTHING.values(torch.float32)
+    first, second = values["init_state"].clone(), values["init_state"].clone()
+    target = torch.empty_like(values["x"][:, token].contiguous()) if given_out else None
+    expected = step(first, values, token, backend="cutile", out=target).clone()
+    got = step(second, values, token, backend="cutile", out=target)
+    assert len(as_on_a_gpu) == 1
+    assert torch.equal(got, expected) and torch.equal(first, second)
+    assert target is None or got is target
+
+
+def test_another_form_is_checked_again(as_on_a_gpu: list[int]) -> None:
+    values = EVERYTHING.values(torch.float32)
+    state, pool = values["init_state"], torch.zeros(5, 4, 3, 5)
+    slots = torch.tensor([4, 1])
+    steps = (
+        {},
+        {"backend": "torch"},
+        {"dt_softplus": False},
+        {"dt_limit": (0.25, 1.5)},
+        {"d": None},
+        {"d": values["d"][:, 0]},
+        {"z": None},
+        {"dt_bias": None},
+        {"out": torch.empty(2, 3, 4, 3)},
+        {"out": torch.empty(2, 3, 3, 4).transpose(2, 3)},
+        {"a": torch.cat([values["a"]] * 2)[1:5]},
+        {"b": values["b"].transpose(2, 3).contiguous().transpose(2, 3)},
+        {"x": values["x"].transpose(0, 2).contiguous().transpose(0, 2)},
+    )
+    for change in steps:
+        step(state, values, **({"backend": "cutile"} | change))
+    count = len(as_on_a_gpu)
+    assert count == len(steps)
+    step(pool, values, backend="cutile", state_indices=slots)
+    step(pool, values, backend="cutile", state_indices=slots.int())
+    assert len(as_on_a_gpu) == count + 2
+    step(pool, values, backend="cutile", state_indices=slots)
+    assert len(as_on_a_gpu) == count + 2
+
+
+@pytest.mark.parametrize(
+    ("error_type", "change"),
+    [
+        (TypeError, {"dt_softplus": 1}),
+        (TypeError, {"dt_limit": (0, True)}),
+        (ValueError, {"dt_limit": (1.0, 0.0)}),
+        (TypeError, {"dt_limit": (math.inf, [])}),
+        (TypeError, {"a": 1.0}),
+        (ValueError, {"a": torch.ones(5)}),
+        (TypeError, {"c": torch.ones(2, 3, 2, 5, dtype=torch.float16)}),
+        (ValueError, {"z": torch.ones(2, 3, 4, 1)}),
+        (TypeError, {"out": torch.empty(2, 3, 4, 3, dtype=torch.float16)}),
+        (BackendUnavailable, {"backend": "none such"}),
+    ],
+)
+def test_a_known_form_hides_no_error(
+    as_on_a_gpu: list[int], error_type: type[Exception], change: dict[str, Any]
+) -> None:
+    values = EVERYTHING.values(torch.float32) | {"dt_limit": (0, 1)}
+    state = values["init_state"].clone()
+    step(state, values, backend="cutile")
+    before = state.clone()
+    with pytest.raises(error_type):
+        step(state, values, **({"backend": "cutile"} | change))
+    assert torch.equal(state, before)
+
+
+def test_a_known_form_follows_what_was_chosen(as_on_a_gpu: list[int], monkeypatch: Any) -> None:
+    values = EVERYTHING.values(torch.float32)
+    state = values["init_state"]
+    with use_backend("cutile"):
+        step(state, values)
+        step(state, values)
+    assert len(as_on_a_gpu) == 1
+    with use_backend("torch"):
+        step(state, values)
+    assert len(as_on_a_gpu) == 2
+    monkeypatch.setattr(registry, "_generation", registry.generation() + 1)
+    with use_backend("cutile"):
+        step(state, values)
+        assert len(as_on_a_gpu) == 3
+        values["x"].requires_grad_()
+        with torch.enable_grad(), pytest.raises(RuntimeError, match="not differentiable"):
+            step(state, values)
 
 
 def test_tilegym_knows_the_op() -> None:

@@ -25,6 +25,7 @@ ROUNDING = {BF16: 2.0**-8, FP16: 2.0**-11, FP32: 2.0**-23}
 # What float32 arithmetic may lose of the terms of a sum, per token.
 ARITHMETIC = 5e-6
 INPUTS = ("state", "x", "dt", "a", "b", "c", "d", "z", "dt_bias", "state_indices")
+PER_TOKEN = ("x", "dt", "b", "c", "z")
 NO_LIMIT = (0.0, math.inf)
 
 
@@ -132,8 +133,11 @@ def assert_exact(inputs: dict[str, Any], options: Options = DEFAULT) -> None:
     if state.stride() != inputs["state"].stride():
         old = inputs["state"]
         state = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device=old.device).copy_(old)
-    reference = exactly(inputs, options)
     out = run(inputs, options, state=state)
+    if out.ndim == 3:
+        inputs = inputs | {n: inputs[n].unsqueeze(1) for n in PER_TOKEN if inputs[n] is not None}
+        out = out.unsqueeze(1)
+    reference = exactly(inputs, options)
     tokens = inputs["x"].shape[1]
     for name, got in (("out", out), ("state", state)):
         expected = reference[name]
@@ -197,6 +201,10 @@ def problems(draw_from: st.DrawFn) -> tuple[dict[str, Any], Options]:
     for name in ("state", "x", "b", "c", "z"):
         if inputs[name] is not None:
             inputs[name] = strided(inputs[name], pick(LAYOUT))
+    if sizes.tokens == 1 and pick(st.booleans()):
+        for name in PER_TOKEN:
+            if inputs[name] is not None:
+                inputs[name] = inputs[name].squeeze(1)
     limit = pick(st.sampled_from((NO_LIMIT, (0.0, 0.5), (0.1, 1.0), (-0.5, math.inf))))
     return inputs, Options(pick(st.booleans()), limit)
 
@@ -377,7 +385,7 @@ MUTATIONS = {
     "skip of the first head": (KERNEL, "number(d_skip, (head,))", "number(d_skip, (0,))"),
     "skip of the first rows": (KERNEL, "ct.load(d_skip, (head, p_tile)", "ct.load(d_skip, (head, 0)"),
     "bias of the first head": (KERNEL, "number(dt_bias, (head,))", "number(dt_bias, (0,))"),
-    "dt of the first token": (KERNEL, "number(dt, (row, k, head))", "number(dt, (row, 0, head))"),
+    "dt of the first token": (KERNEL, "load_step(dt, row, k, head)", "load_step(dt, row, 0, head)"),
     "slot is the row": (
         KERNEL,
         "slot = ct.gather(state_indices, row,",
@@ -496,6 +504,14 @@ def compile_jobs() -> dict[tuple[str, str], Any]:
     }
     for name, change in changes.items():
         jobs[name, "sm_90"] = launches(MANY, **change)
+    jobs["64-bit bare", "sm_90"] = launches(MANY, **changes["64-bit"], **BARE)
+    for name, spec in (("many", MANY), ("one", ONE)):
+        batch, heads, groups = spec.batch_size, spec.num_heads, spec.num_groups
+        tokens = {"x": meta(batch, heads, 64, dtype=BF16), "dt": meta(batch, heads)}
+        tokens |= dict.fromkeys("bc", meta(batch, groups, 128, dtype=BF16)) | dict.fromkeys(
+            ("z", "out"), tokens["x"]
+        )
+        jobs[f"{name} without K", "sm_90"] = launches(spec, **tokens)
     jobs["four tokens", "sm_90"] = launches(MANY, 4)
     return {key: launch for key, (launch,) in jobs.items()}
 

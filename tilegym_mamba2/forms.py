@@ -4,7 +4,7 @@ from collections.abc import Hashable
 
 import torch
 
-__all__ = ["form_of"]
+__all__ = ["form_of", "form_of_step"]
 
 
 def form_of(
@@ -52,4 +52,76 @@ def form_of(
         # Base addresses off 16 bytes compile to other code.
         addresses & 15
         and tuple(None if t is None else t.data_ptr() & 15 for t in (x, a, b, c, d, dt, init_state)),
+    )
+
+
+def form_of_step(
+    state: torch.Tensor,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    d: torch.Tensor | None,
+    z: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    state_indices: torch.Tensor | None,
+    out: torch.Tensor | None,
+) -> Hashable:
+    """As `form_of`, for the tensors of `mamba2_state_update`; out may be None where it has x's form."""
+    addresses = state.data_ptr() | x.data_ptr() | dt.data_ptr() | a.data_ptr() | b.data_ptr() | c.data_ptr()
+    skip = gate = bias = slots = to = None
+    if d is not None:
+        skip = (d.shape, d.stride(), d.dtype, d.get_device())
+        addresses |= d.data_ptr()
+    if z is not None:
+        gate = (z.shape, z.stride(), z.dtype, z.get_device())
+        addresses |= z.data_ptr()
+    if dt_bias is not None:
+        bias = (dt_bias.shape, dt_bias.stride(), dt_bias.dtype, dt_bias.get_device())
+        addresses |= dt_bias.data_ptr()
+    if state_indices is not None:
+        slots = (state_indices.shape, state_indices.stride(), state_indices.dtype, state_indices.get_device())
+        # Four int32 are 16 bytes: a slice of a row of slots is often off them.
+        addresses |= state_indices.data_ptr()
+    if out is not None:
+        to = (out.shape, out.stride(), out.dtype, out.get_device())
+        addresses |= out.data_ptr()
+    return (
+        state.shape,
+        state.stride(),
+        state.dtype,
+        state.get_device(),
+        x.shape,
+        x.stride(),
+        x.dtype,
+        x.device,
+        dt.shape,
+        dt.stride(),
+        dt.dtype,
+        dt.get_device(),
+        a.shape,
+        a.stride(),
+        a.dtype,
+        a.get_device(),
+        b.shape,
+        b.stride(),
+        b.dtype,
+        b.get_device(),
+        c.shape,
+        c.stride(),
+        c.dtype,
+        c.get_device(),
+        skip,
+        gate,
+        bias,
+        slots,
+        to,
+        addresses & 15
+        and tuple(
+            [
+                None if t is None else t.data_ptr() & 15
+                for t in (state, x, dt, a, b, c, d, z, dt_bias, state_indices, out)
+            ]
+        ),
     )

@@ -1,11 +1,13 @@
 """The decoding step of the cutile backend: one launch, laid out once for all calls of a form. No maths."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from tilegym_mamba2.forms import form_of_step
 
 from .kernels import state_update as _kernels
 from .launch import Step, hinted, needs_wide, run_plan
@@ -105,60 +107,33 @@ def mamba2_state_update(
     """K tokens of every row, by one launch: updates state in place and writes out.
 
     state (slots, H, P, N); x, z, out (B, K, H, P); dt (B, K, H); a, dt_bias (H,); b, c (B, K, G, N); d (H,)
-    or (H, P); state_indices (B,), int32 or int64: -1 leaves the state alone and gives zeros. bfloat16,
-    float16 or float32 each, arithmetic in float32; any strides. Two rows of one slot: undefined.
+    or (H, P); state_indices (B,), int32 or int64: -1 leaves the state alone and gives zeros. K may be missing
+    in all of them. bfloat16, float16 or float32 each, arithmetic in float32; any strides. Two rows of one
+    slot: undefined.
 
     Raises RuntimeError inside CUDA graph capture if the kernel is not compiled yet.
     """
-    # What is missing is not read; another tensor stands in, since every argument of a kernel has a type.
-    skip = a if d is None else d
-    gate = x if z is None else z
-    bias = a if dt_bias is None else dt_bias
-    slots = a if state_indices is None else state_indices
-    addresses = state.data_ptr() | x.data_ptr() | dt.data_ptr() | a.data_ptr() | b.data_ptr() | c.data_ptr()
-    addresses |= skip.data_ptr() | gate.data_ptr() | bias.data_ptr() | slots.data_ptr() | out.data_ptr()
-    arrays = (state, x, dt, a, b, c, skip, gate, bias, slots, out)
-    key = (
-        state.shape,
-        state.stride(),
-        state.dtype,
-        x.shape,
-        x.stride(),
-        x.dtype,
-        dt.stride(),
-        dt.dtype,
-        a.stride(),
-        a.dtype,
-        b.shape,
-        b.stride(),
-        b.dtype,
-        c.stride(),
-        c.dtype,
-        d is None or (d.stride(), d.dtype),
-        z is None or (z.stride(), z.dtype),
-        dt_bias is None or (dt_bias.stride(), dt_bias.dtype),
-        state_indices is None or (state_indices.stride(), state_indices.dtype),
-        dt_softplus,
-        out.stride(),
-        # Base addresses off 16 bytes compile to other code.
-        addresses & 15 and tuple([tensor.data_ptr() & 15 for tensor in arrays]),
-        x.device,
-        _override,
-    )
+    tensors = (state, x, dt, a, b, c, d, z, dt_bias, state_indices)
+    by_form(form_of_step(*tensors, out), tensors, dt_softplus)(tensors, dt_limit, out)
+
+
+def by_form(form: Hashable, tensors: tuple[torch.Tensor | None, ...], dt_softplus: bool) -> "_Plan":
+    """What computes every call of a form, see `forms.form_of_step`, with dt_softplus.
+
+    Called with the first ten arguments of `mamba2_state_update` as a tuple, with dt_limit and with out.
+    """
+    key = (form, dt_softplus, _override)
     plan = _plans.get(key)
     if plan is None:
-        plan = _make_plan(
-            arrays,
-            (d is not None, z is not None, dt_bias is not None, state_indices is not None, dt_softplus),
-        )
+        plan = _make_plan(tensors, dt_softplus)
         if len(_plans) >= _MAX_PLANS:
             _plans.clear()
         _plans[key] = plan
-    if plan.step is None:
-        return
-    launch = plan.step.launch((*arrays, float(dt_limit[0]), float(dt_limit[1])), {"out": out})
-    run_plan((launch,), x.device, OP, plan.compiled)
-    plan.compiled = True
+    return plan
+
+
+# The public op keeps what this one gives, and calls it where it sees a form again.
+mamba2_state_update.by_form = by_form
 
 
 @dataclass
@@ -166,7 +141,44 @@ class _Plan:
     """The launch that all calls of one form share; None where there is nothing to do."""
 
     step: Step | None
+    dt_softplus: bool
+    config: StateUpdateConfig | None
+    # 64-bit indices, which are for arrays only.
+    wide: bool = False
     compiled: bool = False
+
+    def __call__(
+        self,
+        tensors: tuple[torch.Tensor | None, ...],
+        dt_limit: tuple[float, float],
+        out: torch.Tensor,
+    ) -> None:
+        if self.step is None:
+            return
+        if self.config != _override:
+            mamba2_state_update(*tensors, self.dt_softplus, dt_limit, out)
+            return
+        state, x, dt, a, b, c, d, z, dt_bias, state_indices = tensors
+        # Stands for what is missing and not read: a tensor costs a launch 0.75 us of the host.
+        missing = a if self.wide else 0
+        low, high = dt_limit
+        arrays = (
+            state,
+            x,
+            dt,
+            a,
+            b,
+            c,
+            missing if d is None else d,
+            missing if z is None else z,
+            missing if dt_bias is None else dt_bias,
+            missing if state_indices is None else state_indices,
+            out,
+            float(low),
+            float(high),
+        )
+        run_plan((self.step.launch(arrays, {"out": out}),), x.device, OP, self.compiled)
+        self.compiled = True
 
 
 _plans: dict[tuple[Any, ...], _Plan] = {}
@@ -174,24 +186,24 @@ _plans: dict[tuple[Any, ...], _Plan] = {}
 _MAX_PLANS = 4096
 
 
-def _make_plan(arrays: tuple[torch.Tensor, ...], options: tuple[bool, ...]) -> _Plan:
-    """arrays as the kernel takes them; options: (d, z, dt_bias, state_indices is there, softplus)."""
-    state, x, _, _, b, _, skip, *_ = arrays
+def _make_plan(tensors: tuple[torch.Tensor | None, ...], dt_softplus: bool) -> _Plan:
+    state, x, _, _, b, _, d, z, dt_bias, state_indices = tensors
     if x.numel() == 0:
-        return _Plan(None)
-    batch, _, heads, head_size = x.shape
-    groups, state_size = b.shape[2:]
+        return _Plan(None, dt_softplus, _override)
+    batch, heads, head_size = x.shape[0], *x.shape[-2:]
+    groups, state_size = b.shape[-2:]
     config = _override or StateUpdateConfig()
     tile_n = _ceil_power(state_size)
     tile_p = config.tile_p(batch * heads, head_size, tile_n, state.element_size())
     p_tiles = -(-head_size // tile_p)
-    has_skip, *others = options
     kind = _kernels.NO_SKIP
-    if has_skip:
-        kind = _kernels.SKIP_PER_HEAD if skip.ndim == 1 else _kernels.SKIP_PER_ROW
+    if d is not None:
+        kind = _kernels.SKIP_PER_HEAD if d.ndim == 1 else _kernels.SKIP_PER_ROW
+    others = (z is not None, dt_bias is not None, state_indices is not None, dt_softplus)
+    wide = needs_wide(tensors)
     step = Step(
-        hinted(_kernels.state_update, needs_wide(arrays), config.hints(state, tile_n)),
+        hinted(_kernels.state_update, wide, config.hints(state, tile_n)),
         (batch * heads * p_tiles,),
         ((heads, heads // groups, p_tiles), tile_p, tile_n, (kind, *others)),
     )
-    return _Plan(step)
+    return _Plan(step, dt_softplus, _override, wide)

@@ -27,14 +27,33 @@ def number(array, index):
 
 
 def load_row(array, index, width):
-    """(width,) float32 tile of a (B, K, H or G, W) array; `index` is (row, token, head, tile of W)."""
-    tile = ct.load(array, index, (1, 1, 1, width), padding_mode=_ZERO, allow_tma=False)
+    """(width,) float32 tile of a (B, K, H or G, W) array; `index` is (row, token, head, tile of W).
+
+    The array of a single token may come without K.
+    """
+    row, token, head, part = index
+    if array.ndim == 3:
+        tile = ct.load(array, (row, head, part), (1, 1, width), padding_mode=_ZERO, allow_tma=False)
+    else:
+        tile = ct.load(array, index, (1, 1, 1, width), padding_mode=_ZERO, allow_tma=False)
     return tile.reshape((width,)).astype(ct.float32)
 
 
 def store_row(array, index, tile):
     """Stores a (W,) tile into a (B, K, H, P) array, in the array's dtype; see `load_row`."""
-    ct.store(array, index, tile.astype(array.dtype).reshape((1, 1, 1, tile.shape[0])), allow_tma=False)
+    row, token, head, part = index
+    tile, width = tile.astype(array.dtype), tile.shape[0]
+    if array.ndim == 3:
+        ct.store(array, (row, head, part), tile.reshape((1, 1, width)), allow_tma=False)
+    else:
+        ct.store(array, index, tile.reshape((1, 1, 1, width)), allow_tma=False)
+
+
+def load_step(dt, row, token, head):
+    """One element of (B, K, H), or of (B, H), as float32."""
+    if dt.ndim == 2:
+        return number(dt, (row, head))
+    return number(dt, (row, token, head))
 
 
 def load_slot(state, index, shape):
@@ -86,7 +105,8 @@ def state_update(
     """Grid: (B · H · ceil(P / TILE_P),), the parts of a head's state next to each other; TILE_N ≥ N.
 
     state (slots, H, P, N), updated in place; x, z (B, K, H, P), dt (B, K, H), a, dt_bias (H,), b and c
-    (B, K, G, N), d_skip (H,) or (H, P), state_indices (B,); writes out (B, K, H, P).
+    (B, K, G, N), d_skip (H,) or (H, P), state_indices (B,); writes out (B, K, H, P). K is 1 and missing in
+    all of them, or in none. What OPTIONS says is not there may be any number instead of an array.
     SIZES: (H, H / G, ceil(P / TILE_P)). OPTIONS: (what d_skip is, HAS_Z, HAS_BIAS, HAS_INDICES, SOFTPLUS).
 
     A row whose slot is -1 reads nothing and gets zeros.
@@ -98,7 +118,9 @@ def state_update(
     block = block // P_TILES
     head, row = block % NUM_HEADS, block // NUM_HEADS
     group = head // HEADS_PER_GROUP
-    num_tokens = x.shape[1]
+    num_tokens = 1
+    if x.ndim == 4:
+        num_tokens = x.shape[1]
     slot = row
     if HAS_INDICES:
         slot = ct.gather(state_indices, row, check_bounds=False).astype(ct.int32)
@@ -111,7 +133,7 @@ def state_update(
             bias = number(dt_bias, (head,))
         skip = load_skip(d_skip, head, p_tile, SKIP, TILE_P)
         for k in range(num_tokens):
-            step = number(dt, (row, k, head)) + bias
+            step = load_step(dt, row, k, head) + bias
             if SOFTPLUS:
                 step = softplus(step)
             step = clamp(step, dt_min, dt_max)
