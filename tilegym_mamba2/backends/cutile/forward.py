@@ -129,7 +129,7 @@ mamba2_chunk_forward.by_form = by_form
 class _Plan:
     """All that a call needs and that shapes, strides and dtypes decide.
 
-    Its tensors are forms, see `_form`, to allocate the call's own after.
+    Its tensors are forms, see `memory_form`, to allocate the call's own after.
     """
 
     out: torch.Tensor | None = None
@@ -187,8 +187,8 @@ def _make_plan(
     state_shape = (batch, heads, head_size, state_size)
     state_dtype = torch.float32 if init_state is None else init_state.dtype
     plan = _Plan(
-        out=_form(x.shape, x.dtype, x.device),
-        final=_form(state_shape, state_dtype, x.device),
+        out=memory_form(x.shape, x.dtype, x.device),
+        final=memory_form(state_shape, state_dtype, x.device),
         empty=batch * tokens == 0,
     )
     if plan.empty:
@@ -206,7 +206,7 @@ def _make_plan(
     dims = (batch, heads, head_size, state_size)
     segment_tokens, heads_per_group = tiles_per_segment * tile, heads // groups
 
-    plan.rows_array = _form(rows_shape, torch.float32, x.device)
+    plan.rows_array = memory_form(rows_shape, torch.float32, x.device)
     plan.rows = rows_step(batch, heads, tiles, config, wide)
     # The last segment's own state is nobody's entry state; compute_out writes the final one.
     steps = state_steps(
@@ -225,9 +225,9 @@ def _make_plan(
         plan.pass_states = steps[1]
     if not passes and segments == 1:
         # Not read, but of a form that compiles to the code of longer sequences.
-        states_shape = states_shape[:3] + (_smallest_like(head_size), _smallest_like(state_size))
-    plan.states = _form(states_shape, torch.float32, x.device)
-    plan.decay = _form(states_shape[:3], torch.float32, x.device)
+        states_shape = states_shape[:3] + (smallest_like(head_size), smallest_like(state_size))
+    plan.states = memory_form(states_shape, torch.float32, x.device)
+    plan.decay = memory_form(states_shape[:3], torch.float32, x.device)
     entries = segments if passes else int(init_state is not None)
     plan.compute_out = out_step(
         dims,
@@ -240,7 +240,7 @@ def _make_plan(
     return plan
 
 
-def _form(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def memory_form(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A tensor of one element's memory, of which `torch.empty_like` makes a contiguous one: 0.8 µs, where
     `torch.empty` takes 1.6 to read its arguments."""
     return _one_element(dtype, device).expand(shape)
@@ -251,7 +251,7 @@ def _one_element(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.empty(1, dtype=dtype, device=device)
 
 
-def _smallest_like(size: int) -> int:
+def smallest_like(size: int) -> int:
     """A small size that divides by 16 and by 4 (16 bytes of floats) where `size` does, and is 1 where it
     is."""
     if size == 1 or size % 16 == 0:
