@@ -26,7 +26,9 @@ def interpreted() -> Iterator[None]:
 def tables(sizes: Ragged, lengths: torch.Tensor | None) -> tuple[list[list[int]], list[list[int]], list[int]]:
     arrays = sizes.tables(CPU)
     run([sizes.launch(lengths, arrays)], CPU)
-    return tuple(array.tolist() for array in arrays)
+    rows = sizes.batch if sizes.sequences is None else sizes.sequences + 1
+    counts = (sizes.slots, rows, sizes.carried)
+    return tuple(array[:count].tolist() for array, count in zip(arrays, counts, strict=True))
 
 
 def segments(length: int, segment: int, start: int, keep_empty: bool) -> list[tuple[int, int]]:
@@ -51,7 +53,7 @@ def expected_packed(borders: list[int], sizes: Ragged) -> tuple[list[list[int]],
         if sizes.keep_empty:
             table.append([0, start, start, min(start + sizes.segment_tokens, sizes.tokens), -1, 0, 0, -1])
     assert len(table) <= sizes.slots and len(carried) <= sizes.carried
-    carried += [-1] * (max(1, sizes.carried) - len(carried))
+    carried += [-1] * (sizes.carried - len(carried))
     return table, sequences, carried
 
 
@@ -122,8 +124,7 @@ def test_padded(lengths: list[int] | None, segment: int) -> None:
             expected.append([row, start, min(max(length, start), end), end, row, tile, position, left])
     assert table == expected
     assert sequences == [[row * per_row, per_row] for row in range(batch)]
-    assert sizes.carried == len(follows)
-    assert carried[: len(follows)] == follows
+    assert carried == follows
     assert sizes.tiles == batch * tiles_per_row
 
 

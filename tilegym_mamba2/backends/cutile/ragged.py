@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .forward import pad_count
 from .kernels import scan_table as _table
 from .launch import Launch, Step, hinted
 
@@ -72,28 +73,28 @@ class Ragged:
         return math.ceil(self.tokens / self.segment_tokens) * self.tiles_per_segment
 
     def tables(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Memory for table (slots, 8), sequences (S + 1 or B, 2) and carried, int32."""
+        """Memory for table (≥ slots, 8), sequences (≥ S + 1 or B, 2) and carried (≥ carried,), int32."""
         rows = self.batch if self.sequences is None else self.sequences + 1
-        shapes = ((self.slots, _table.COLUMNS), (rows, 2), (max(1, self.carried),))
+        shapes = (
+            (pad_count(self.slots), _table.COLUMNS),
+            (pad_count(rows), 2),
+            (pad_count(max(1, self.carried)),),
+        )
         return tuple(torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes)
 
-    @property
-    def step(self) -> Step:
-        """The kernel that fills them."""
+    def step(self, chained: bool = False) -> Step:
+        """The kernel that fills them; `chained`: the next kernel's blocks may come before it has ended."""
         sizes = (self.tokens, self.segment_tokens)
         if self.sequences is None:
             kernel = hinted(_table.padded_table)
-            constants = (*sizes, self._tiles_per_row, self.tile, TILE_SLOTS, self.lengths)
+            constants = (*sizes, self._tiles_per_row, self.tile, TILE_SLOTS, self.lengths, chained)
         else:
             kernel = hinted(_table.packed_table)
-            constants = (*sizes, self.tile, TILE_SLOTS, TILE_SEQUENCES, self.keep_empty)
+            constants = (*sizes, self.tile, TILE_SLOTS, TILE_SEQUENCES, self.keep_empty, chained)
         return Step(kernel, (math.ceil(self.slots / TILE_SLOTS),), constants)
 
     def launch(
-        self, lengths: torch.Tensor | None, tables: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+        self, lengths: torch.Tensor | None, tables: tuple[torch.Tensor, ...], chained: bool = False
     ) -> Launch:
         """Fills the tables from cu_seqlens (S + 1,) or seq_lens (B,), int32 or int64, or None."""
-        outputs = dict(zip(("table", "sequences", "carried"), tables, strict=True))
-        if self.sequences is not None and not self.keep_empty or not self.carried:
-            del outputs["carried"]
-        return self.step.launch((tables[0][0] if lengths is None else lengths, *tables), outputs)
+        return self.step(chained).launch((tables[0][0] if lengths is None else lengths, *tables))

@@ -26,6 +26,16 @@ COLUMNS = 8
 ROW, START, STOP, ZERO_STOP, SEQUENCE, TILE, POSITION, LEFT = range(COLUMNS)
 
 
+def entry(table, slot, column):
+    """One number of the table."""
+    return ct.load(table, (slot, column), (1, 1)).item()
+
+
+def window(array, row, start, stop):
+    """Tokens start … stop of one row of a (B, T, …) array, as an array (1, stop − start, …)."""
+    return array.slice(axis=0, start=row, stop=row + 1).slice(axis=1, start=start, stop=stop)
+
+
 def border(cu_seqlens, sequence, num_tokens):
     """cu_seqlens at the indices `sequence`, within 0 … T whatever it holds."""
     value = ct.gather(cu_seqlens, sequence)
@@ -64,16 +74,19 @@ def packed_table(
     TILE_SLOTS: ConstInt,
     TILE_SEQUENCES: ConstInt,
     KEEP_EMPTY: ConstBool,
+    CHAINED: ConstBool,
 ):
     """Sequences that lie after one another in row 0.
 
-    Grid: (ceil(max(slots, carried) / TILE_SLOTS),). cu_seqlens (S + 1,), clamped to 0 … num_tokens; writes
+    Grid: (ceil(slots / TILE_SLOTS),). cu_seqlens (S + 1,), clamped to 0 … num_tokens; writes
     table (slots, 8), carried, and sequences (S + 1, 2): each one's first slot and number of slots, and in the
     last row how many slots sequences take. KEEP_EMPTY: an empty sequence has a slot; without it `carried`,
     whose index takes every sequence to have one, is not written.
 
     After the sequences' slots come those that zero the tokens past cu_seqlens[S], then unused ones.
     """
+    if CHAINED:
+        ct.grid_dependency_control_launch_dependents()
     num_sequences = cu_seqlens.shape[0] - 1
     slot = ct.bid(0) * TILE_SLOTS + ct.arange(TILE_SLOTS, dtype=ct.int32)
     # Of each slot: sequences up to its own, and the first slot and the first tile of its own.
@@ -145,6 +158,7 @@ def padded_table(
     L: ConstInt,
     TILE_SLOTS: ConstInt,
     HAS_LENGTHS: ConstBool,
+    CHAINED: ConstBool,
 ):
     """Every batch row is a sequence, padded at its end, and has slots for T tokens.
 
@@ -152,6 +166,8 @@ def padded_table(
     0 … num_tokens, not read without HAS_LENGTHS; writes table (slots, 8), sequences (B, 2) and carried
     (B · (ceil(T / segment_tokens) − 1),).
     """
+    if CHAINED:
+        ct.grid_dependency_control_launch_dependents()
     slot = ct.bid(0) * TILE_SLOTS + ct.arange(TILE_SLOTS, dtype=ct.int32)
     per_row = ct.cdiv(num_tokens, segment_tokens)
     row, position = slot // per_row, slot % per_row
