@@ -16,6 +16,7 @@ import tilegym_mamba2
 from tests import scan_oracle
 from tests.scanning import (
     BACKENDS,
+    DIFFERENTIABLE,
     PRECISION,
     Shape,
     assert_like_the_token_loop,
@@ -33,6 +34,7 @@ from tilegym_mamba2.options import ScanOptions
 from tilegym_mamba2.spec import SPECS, select
 
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
+with_a_backward = pytest.mark.parametrize("backend", DIFFERENTIABLE)
 EVERYTHING = Shape(d="HP", z=True, dt_bias=True, dt_softplus=True, dt_limit=(0.3, 1.2), init_state=True)
 PACKED = replace(EVERYTHING, batch=1, tokens=90, lengths=(20, 0, 33, 1, 16))
 PADDED = replace(EVERYTHING, batch=3, tokens=50, row_lengths=(50, 0, 17))
@@ -127,7 +129,7 @@ def test_specs_within_budgets(backend: str, name: str) -> None:
         results, gradients = with_gradients(values, dout, dfinal, backend=backend)
     found = dict(zip(("out", "final_state"), results, strict=True))
     found |= {f"d{key}": gradient for key, gradient in gradients.items()}
-    for op in ("mamba2_chunk_scan", "mamba2_chunk_scan_backward"):
+    for op in ("mamba2_chunk_scan", *["mamba2_chunk_scan_backward"] * bool(gradients)):
         entry = registry.ops()[op]
         absent = dict.fromkeys(entry.outputs)
         verdicts = check(entry, absent | found, absent | inputs, dtype=spec.dtype, decay=spec.decay)
@@ -142,7 +144,8 @@ def test_specs_within_budgets(backend: str, name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("dt", "used"), [(12.0, 12.0000061), (100.0, 100.0), (-100.0, 3.7e-44)])
 def test_softplus_of_large_values(backend: str, dtype: torch.dtype, dt: float, used: float) -> None:
-    ones = torch.ones(1, 1, 1, 1, dtype=dtype)
+    # x in float32: 16-bit inputs round dt · x for the product.
+    ones = torch.ones(1, 1, 1, 1)
     a = torch.zeros(1)
     with running(backend):
         _, state = mamba2_chunk_scan(
@@ -153,7 +156,7 @@ def test_softplus_of_large_values(backend: str, dtype: torch.dtype, dt: float, u
     assert state.item() == pytest.approx(used, rel=2e-7, abs=1e-38)
 
 
-@every_backend
+@with_a_backward
 def test_bias_then_softplus_then_limits(backend: str) -> None:
     dtype, tolerance = PRECISION[backend]
     dt = torch.tensor([-3.0, -0.5, 0.0, 0.5, 4.0], dtype=dtype).reshape(1, 5, 1).requires_grad_()
@@ -206,7 +209,7 @@ def test_what_lies_past_a_sequence_has_no_influence(backend: str, shape: Shape, 
         assert torch.equal(dirty[1][name], gradient), name
     for row, end in enumerate(ends):
         assert not clean[0][0][row, end:].any()
-        assert not any(clean[1][name][row, end:].any() for name in PER_TOKEN)
+        assert not any(clean[1][name][row, end:].any() for name in PER_TOKEN if name in clean[1])
 
 
 @every_backend
@@ -245,11 +248,13 @@ def test_packed_equals_separate_calls(backend: str, lengths: list[int], spare: i
             )
             assert error(out[:, begin:end], one_out) <= tolerance
             assert error(final[s : s + 1], one_final) <= tolerance
+            if not gradients:
+                continue
             for name in PER_TOKEN:
                 assert error(gradients[name][:, begin:end], one[name]) <= tolerance, name
             assert error(gradients["init_state"][s : s + 1], one["init_state"]) <= tolerance
             whole = {name: total + one[name] for name, total in whole.items()}
-    for name, total in whole.items():
+    for name, total in whole.items() if gradients else ():
         assert (gradients[name] - total).norm() <= 50 * tolerance * (1 + total.norm()), name
 
 
@@ -277,10 +282,12 @@ def test_a_sequence_changes_no_bit_of_another(backend: str, bad: float) -> None:
             rows = [s for s in range(5) if s != changed]
             assert torch.equal(other[0][:, tokens], results[0][:, tokens])
             assert torch.equal(other[1][rows], results[1][rows])
+            assert not torch.equal(other[0], results[0])
+            if not gradients:
+                continue
             for name in PER_TOKEN:
                 assert torch.equal(other_gradients[name][:, tokens], gradients[name][:, tokens]), name
             assert torch.equal(other_gradients["init_state"][rows], gradients["init_state"][rows])
-            assert not torch.equal(other[0], results[0])
 
 
 @every_backend
@@ -436,7 +443,7 @@ def test_first_and_second_derivatives(shape: Shape) -> None:
     assert torch.autograd.gradgradcheck(function, tuple(leaves.values()))
 
 
-@pytest.mark.parametrize("name", [n for n in BACKENDS if n != "torch"])
+@pytest.mark.parametrize("name", [n for n in DIFFERENTIABLE if n != "torch"])
 def test_second_derivative_elsewhere_is_an_error(name: str) -> None:
     values = EVERYTHING.values(torch.float32)
     values["x"].requires_grad_()
@@ -447,7 +454,7 @@ def test_second_derivative_elsewhere_is_an_error(name: str) -> None:
             dx.sum().backward()
 
 
-@every_backend
+@with_a_backward
 def test_only_what_is_needed_is_computed(backend: str) -> None:
     dtype, tolerance = PRECISION[backend]
     values = PACKED.values(dtype)
@@ -477,7 +484,7 @@ def test_only_inputs_are_saved() -> None:
     assert [r.requires_grad for r in results] == [True, True, False, False]
 
 
-@every_backend
+@with_a_backward
 @LAYOUTS
 def test_compiled_equals_eager_in_one_graph(backend: str, shape: Shape) -> None:
     counter = CompileCounterWithBackend("aot_eager")
@@ -503,7 +510,7 @@ def test_compiled_equals_eager_in_one_graph(backend: str, shape: Shape) -> None:
     torch._dynamo.reset()
 
 
-@every_backend
+@with_a_backward
 @LAYOUTS
 def test_opcheck(backend: str, shape: Shape) -> None:
     small = replace(shape, tokens=40, lengths=shape.lengths and (11, 0, 20))
@@ -521,7 +528,7 @@ def test_opcheck(backend: str, shape: Shape) -> None:
         torch.library.opcheck(autograd_scan.scan_backward, arguments)
 
 
-@every_backend
+@with_a_backward
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_activation_checkpointing(backend: str, reentrant: bool) -> None:
     values = PACKED.values(torch.float32)

@@ -79,7 +79,7 @@ def scan(
     out, final_state, chunk_states, chunk_offsets = forward(*tensors, options)
     if chunk_states is None:
         chunk_states = x.new_empty(0, dtype=options.state_dtype)
-    if chunk_offsets is None:
+    if chunk_offsets is None or not return_chunk_states:
         chunk_offsets = x.new_empty(0, dtype=torch.int32)
     return tuple(t.contiguous() for t in (out, final_state, chunk_states, chunk_offsets))
 
@@ -120,7 +120,7 @@ def _(
         x.new_empty(x.shape),
         x.new_empty((rows, H, P, N), dtype=options.state_dtype),
         x.new_empty((B, H, chunks, P, N) if return_chunk_states else (0,), dtype=options.state_dtype),
-        x.new_empty((offsets,), dtype=torch.int32),
+        x.new_empty((offsets if return_chunk_states else 0,), dtype=torch.int32),
     )
 
 
