@@ -167,8 +167,9 @@ def test_torch_computes_nothing() -> None:
     inputs = sample(SPECS["bf16-slow"], "cpu")
     with _Seen() as seen:
         gradients(inputs)
-    # Fresh memory is filled with NaN in tests.
-    assert seen.names <= {"empty", "empty_like", "fill_", "unsqueeze", "detach", "view", "alias"}
+    # Fresh memory is filled with NaN in tests; the interpreter makes tensors of float arguments.
+    allowed = {"empty", "empty_like", "fill_", "unsqueeze", "detach", "view", "alias", "lift_fresh"}
+    assert seen.names <= allowed
 
 
 @every_place

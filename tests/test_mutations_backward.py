@@ -8,7 +8,7 @@ import pytest
 
 from tests.mutating import mutate
 from tilegym_mamba2 import interpreter, registry
-from tilegym_mamba2.backends.cutile import backward
+from tilegym_mamba2.backends.cutile import backward, backward_plan
 from tilegym_mamba2.backends.cutile.backward_config import BackwardConfig
 from tilegym_mamba2.budgets import check
 from tilegym_mamba2.spec import SPECS
@@ -40,14 +40,18 @@ MUTATIONS = {
         "dstate * last_of_row(rows_tile, ROW_EXP_G)",
         "dstate",
     ),
-    "the walk back goes forwards": ("bwd_states", "tile = first + count - 1 - k", "tile = first + k"),
-    "dfinal_state is dropped": ("bwd_states", "if HAS_DFINAL:", "if False:"),
+    "the walk back goes forwards": ("bwd_states", "tile = count - 1 - k", "tile = k"),
+    "dfinal_state is dropped": (
+        "bwd_states",
+        "if HAS_DFINAL:\n            border",
+        "if False:\n            border",
+    ),
     "local gradients decay with the whole segment": (
         "bwd_states",
         "row(rows_tile, ROW_EXP_G) * earlier_decay",
         "row(rows_tile, ROW_EXP_G)",
     ),
-    "every segment writes dinit_state": ("bwd_states", "if segment == 0:", "if segment >= 0:"),
+    "every segment writes dinit_state": ("bwd_states", "if position == 0:", "if position >= 0:"),
     "the last segment counts as full": (
         "bwd_states",
         "ct.minimum(tiles_per_segment, num_tiles - first)",
@@ -71,7 +75,7 @@ MUTATIONS = {
         "ct.cumsum(before, axis=1) + across",
         "ct.cumsum(before, axis=1)",
     ),
-    "da forgets dt": ("bwd_decay", "ct.sum(moved * dt, axis=1)", "ct.sum(moved, axis=1)"),
+    "da forgets dt": ("bwd_decay", "ct.sum(moved * dt_used, axis=1)", "ct.sum(moved, axis=1)"),
 }
 # Importers come after what they import, to see its mutant.
 MODULES = ("bwd_tiles", "bwd_states", "bwd_tokens", "bwd_groups", "bwd_decay")
@@ -111,5 +115,5 @@ def test_whole_kernels_keep_their_budgets() -> None:
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_broken_kernels_are_caught(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    mutate(monkeypatch, backward, MODULES, HOST_NAMES, MUTATIONS[name])
+    mutate(monkeypatch, backward_plan, MODULES, HOST_NAMES, MUTATIONS[name])
     assert broken_outputs()

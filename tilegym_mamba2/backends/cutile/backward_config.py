@@ -30,8 +30,8 @@ class BackwardConfig:
     segment_blocks: int = 64
     min_segment_tiles: int = 4
     max_segment_tiles: int = 32
-    # How many blocks walk at a time: a bound on the states in memory, 268 MB at P 64, N 128 in bfloat16 (half as
-    # much again where one time is enough for all). Twice as many were 3 % faster for layers of 128 heads.
+    # How many blocks walk at a time: a bound on the states in memory, 268 MB at P 64, N 128 in bfloat16 (half
+    # as much again where one time is enough for all). Twice as many were 3 % faster for layers of 128 heads.
     # Half as many took 4 % longer: every launch costs some 5 us of blocks that end and begin.
     piece_blocks: int = 256
     # Heads of a group go to several blocks until a batch row has this many blocks.
@@ -59,6 +59,10 @@ class BackwardConfig:
     fused_tile_n_max: int = 128
     fused_latency: int = 3
     sum_tile: int = 256
+    # dd (H, P): tiles of tokens that a block sums up, and how many of those sums at a time.
+    skip_tiles: int = 16
+    skip_latency: int = 3
+    skip_sum_tile: int = 16
 
     _override: ClassVar[Optional["BackwardConfig"]] = None
 
@@ -66,6 +70,10 @@ class BackwardConfig:
         """For a batch row of that many tiles of tokens, and of heads (times the tiles of P)."""
         wanted = math.ceil(tiles * heads / self.segment_blocks)
         return max(self.min_segment_tiles, min(self.max_segment_tiles, wanted))
+
+    def tiles_per_packed_segment(self, wanted: int, tiles: int, sequences: int) -> int:
+        """The same for that many packed sequences: segments much longer than those would mostly be empty."""
+        return min(wanted, max(self.min_segment_tiles, 2 * math.ceil(tiles / sequences)))
 
     def piece(self, batch: int, segments: int, blocks: int) -> tuple[int, int]:
         """(batch rows, segments) whose tiles' states are in memory at a time.

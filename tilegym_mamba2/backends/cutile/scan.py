@@ -280,7 +280,7 @@ def _make_plan(tensors: tuple[torch.Tensor | None, ...], options: ScanOptions) -
         scratch, kept = (1, heads, pad_count(plan.ragged.tiles)), (1, heads, pad_count(plan.ragged.carried))
         if plan.ragged.carried == 0:
             kept = None
-    problem = _Problem(tensors, options, config, scan, _is_wide(tensors, scratch, kept, tile))
+    problem = ScanSteps(tensors, options, config, scan, _is_wide(tensors, scratch, kept, tile))
     plan.rows_array = memory_form((4, *scratch, tile), torch.float32, device)
     # Not read without borders, but of a form that compiles to the code of longer sequences.
     small = (scratch[0], heads, 4, smallest_like(head_size), smallest_like(state_size))
@@ -330,7 +330,7 @@ def _is_wide(
 
 
 @dataclass(frozen=True)
-class _Problem:
+class ScanSteps:
     """Makes the steps of one plan."""
 
     tensors: tuple[torch.Tensor | None, ...]
@@ -402,7 +402,9 @@ class _Problem:
             self.chained,
         )
 
-    def out_step(self, blocks: int, sizes: tuple[int, int, int], ragged: bool) -> Step:
+    def out_step(
+        self, blocks: int, sizes: tuple[int, int, int], ragged: bool, gate: int | None = None
+    ) -> Step:
         """`scan_out` for so many rows or slots; sizes as in the kernel."""
         config, (_, _, _, _, _, d, z, *_) = self.config, self.tensors
         state_size = self.tensors[3].shape[3]
@@ -410,7 +412,8 @@ class _Problem:
         skip = _out.NO_SKIP
         if d is not None:
             skip = _out.SKIP_PER_HEAD if d.ndim == 1 else _out.SKIP_PER_CHANNEL
-        gate = _out.NO_GATE if z is None else _out.GATE
+        if gate is None:
+            gate = _out.NO_GATE if z is None else _out.GATE
         hints = (("occupancy", config.out_occupancy), ("num_worker_warps", config.out_warps))
         return Step(
             hinted(_out.scan_out, self.wide, hints),

@@ -1,17 +1,25 @@
-"""The gradients of dt, a and d, from the sums per token that `compute_dx` wrote.
+"""The gradients of dt, a, d and dt_bias, from the sums per token that `compute_dx` wrote.
 
     r_k = Σ_{i≥k} (later_i + earlier_i) + Σ_{j<k} carried_j + overlap     the gradient of a·dt_k
     ddt = direct + a∘r,   da = Σ r∘dt,   dd = Σ skip
 
 Row and column sums of M share all terms but those that straddle k, which are what is left; nothing else
-cancels.
+cancels. Where dt goes through a bias, softplus and limits first, ddt is multiplied by the slope of those, and
+ddt_bias = Σ ddt.
 """
 
 import cuda.tile as ct
 
+from .bwd_tiles import tokens_of_tile
 from .bwd_tokens import DROW_CARRIED, DROW_DIRECT, DROW_EARLIER, DROW_LATER, DROW_SKIP
-from .chunk_cumsum import decode
-from .tiles import ROW_DT, ConstBool, ConstInt
+from .chunk_cumsum import decode, load_heads_first
+from .scan_rows import load_bias
+from .scan_table import window
+from .steps import slope
+from .tiles import ROW_DT, ConstInt, ConstTuple
+
+# Rows of the `partial` array: a tile's shares.
+PART_DA, PART_DD, PART_DBIAS = 0, 1, 2
 
 _ZERO = ct.PaddingMode.ZERO
 
@@ -24,32 +32,67 @@ def load_row_of_heads(rows, which, index, shape):
     return ct.load(rows, (which, batch, head_tile, tile, 0), whole, padding_mode=_ZERO).reshape(shape)
 
 
+def store_part(partial, which, head_tile, column, values):
+    """A tile's share (TILE_H,) of a sum over all tokens."""
+    ct.store(partial, (which, head_tile, column), values.reshape((1, values.shape[0], 1)))
+
+
+def load_parts(partial, index, inside):
+    """Some tiles' shares of one head; `inside` says which of them exist."""
+    part = ct.load(partial, index, (1, 1, inside.shape[0]), padding_mode=_ZERO)
+    return ct.where(inside, part.reshape(inside.shape), 0.0)
+
+
 @ct.kernel
 def finish_dt(
     a,
+    dt,
+    dt_bias,
+    tiles,
     rows,
     drows,
     overlap,
     ddt,
     partial,
     num_tiles: int,
+    dt_min: float,
+    dt_max: float,
     L: ConstInt,
     TILE_P: ConstInt,
     TILE_H: ConstInt,
-    HAS_D: ConstBool,
+    FLAGS: ConstTuple,
 ):
     """Grid: (B · tiles · ceil(H / TILE_H),).
 
-    a (H,), rows (4, B, H, ≥ tiles, L), drows (5, B, H, ≥ tiles, L), overlap (B, H, ≥ tiles, TILE_P); writes
-    ddt (B, T, H) and partial (2, H, ≥ B · tiles), a tile's share of da and, if HAS_D, of dd.
+    FLAGS: (HAS_D, RAGGED, STEPS, HAS_BIAS, SOFTPLUS). a (H,), rows (4, B, H, ≥ tiles, L), drows
+    (5, B, H, ≥ tiles, L), overlap (B, H, ≥ tiles, TILE_P); writes ddt (B, T, H) and partial
+    (2 or 3, H, ≥ B · tiles), a tile's share of da, if HAS_D of dd, and if HAS_BIAS of ddt_bias.
+
+    STEPS: rows have dt as used, made of dt (B, T, H) by dt_bias (H,), if HAS_BIAS, softplus, if SOFTPLUS, and
+    limits. RAGGED: `tiles` (tiles, 4) says which tokens a tile has; scratch arrays have a batch of 1.
     """
+    HAS_D, RAGGED, STEPS, HAS_BIAS, SOFTPLUS = FLAGS
     batch, head_tile, tile = decode(num_tiles, ct.num_tiles(a, axis=0, shape=(TILE_H,)))
     index, shape = (batch, head_tile, tile), (TILE_H, L)
+    at, count = tile, ddt.shape[1] - tile * L
+    column = batch * num_tiles + tile
+    if RAGGED:
+        token_row, start, stop = tokens_of_tile(tiles, tile)
+        at, count = 0, stop - start
+        if count <= 0:
+            nothing = ct.zeros((TILE_H,), ct.float32)
+            store_part(partial, PART_DA, head_tile, column, nothing)
+            if HAS_D:
+                store_part(partial, PART_DD, head_tile, column, nothing)
+            if HAS_BIAS:
+                store_part(partial, PART_DBIAS, head_tile, column, nothing)
+            return
+        dt, ddt = window(dt, token_row, start, stop), window(ddt, token_row, start, stop)
     rate = ct.load(a, (head_tile,), (TILE_H,), padding_mode=_ZERO).astype(ct.float32)[:, None]
     later = load_row_of_heads(drows, DROW_LATER, index, shape)
     earlier = load_row_of_heads(drows, DROW_EARLIER, index, shape)
     direct = load_row_of_heads(drows, DROW_DIRECT, index, shape)
-    dt = load_row_of_heads(rows, ROW_DT, index, shape)
+    dt_used = load_row_of_heads(rows, ROW_DT, index, shape)
     heads = (head_tile * TILE_H + ct.arange(TILE_H, dtype=ct.int32))[:, None]
     tokens = ct.arange(L, dtype=ct.int32)[None, :]
     # Read one token late, so that nothing has to be taken off the sum again.
@@ -58,31 +101,44 @@ def finish_dt(
     states = ct.load(overlap, (batch, head_tile, tile, 0), (1, TILE_H, 1, TILE_P), padding_mode=_ZERO)
     across = ct.sum(states.reshape((TILE_H, TILE_P)), axis=1, keepdims=True)
     moved = ct.cumsum(later + earlier, axis=1, reverse=True) + ct.cumsum(before, axis=1) + across
-    ddt_tile = (direct + rate * moved).transpose().astype(ddt.dtype)
-    ct.store(ddt, (batch, tile, head_tile), ddt_tile.reshape((1, L, TILE_H)))
-
-    column = batch * num_tiles + tile
-    da = ct.sum(moved * dt, axis=1)
-    ct.store(partial, (0, head_tile, column), da.reshape((1, TILE_H, 1)))
+    ddt_tile = direct + rate * moved
+    if STEPS:
+        bias = 0.0
+        if HAS_BIAS:
+            bias = load_bias(dt_bias, head_tile, TILE_H)
+        # tileiras 13.4 crashes if the copy engine loads a sliced array here.
+        given = load_heads_first(dt, (batch, at, head_tile), (L, TILE_H), False if RAGGED else None)
+        # Tokens that do not exist feel the states too.
+        ddt_tile = ct.where(tokens < count, ddt_tile * slope(given + bias, dt_min, dt_max, SOFTPLUS), 0.0)
+        if HAS_BIAS:
+            store_part(partial, PART_DBIAS, head_tile, column, ct.sum(ddt_tile, axis=1))
+    ddt_tile = ddt_tile.transpose().astype(ddt.dtype).reshape((1, L, TILE_H))
+    ct.store(ddt, (batch, at, head_tile), ddt_tile, allow_tma=False if RAGGED else None)
+    store_part(partial, PART_DA, head_tile, column, ct.sum(moved * dt_used, axis=1))
     if HAS_D:
         dd = ct.sum(load_row_of_heads(drows, DROW_SKIP, index, shape), axis=1)
-        ct.store(partial, (1, head_tile, column), dd.reshape((1, TILE_H, 1)))
+        store_part(partial, PART_DD, head_tile, column, dd)
 
 
 @ct.kernel
-def sum_heads(partial, da, dd, count: int, TILE: ConstInt, HAS_D: ConstBool):
-    """Grid: (H,). partial (2, H, ≥ count) float32; writes da (H,) and, if HAS_D, dd (H,)."""
+def sum_heads(partial, da, dd, ddt_bias, count: int, TILE: ConstInt, FLAGS: ConstTuple):
+    """Grid: (H,). FLAGS: (HAS_D, HAS_BIAS). partial (2 or 3, H, ≥ count) float32; writes da (H,), if HAS_D dd
+    (H,), and if HAS_BIAS ddt_bias (H,)."""
+    HAS_D, HAS_BIAS = FLAGS
     head = ct.bid(0)
     columns = ct.arange(TILE, dtype=ct.int32)
     total = ct.zeros((TILE,), ct.float32)
     skip = ct.zeros((TILE,), ct.float32)
+    bias = ct.zeros((TILE,), ct.float32)
     for k in range(ct.cdiv(count, TILE)):
         inside = k * TILE + columns < count
-        part = ct.load(partial, (0, head, k), (1, 1, TILE), padding_mode=_ZERO).reshape((TILE,))
-        total = total + ct.where(inside, part, 0.0)
+        total = total + load_parts(partial, (PART_DA, head, k), inside)
         if HAS_D:
-            more = ct.load(partial, (1, head, k), (1, 1, TILE), padding_mode=_ZERO).reshape((TILE,))
-            skip = skip + ct.where(inside, more, 0.0)
+            skip = skip + load_parts(partial, (PART_DD, head, k), inside)
+        if HAS_BIAS:
+            bias = bias + load_parts(partial, (PART_DBIAS, head, k), inside)
     ct.store(da, (head,), ct.sum(total).astype(da.dtype))
     if HAS_D:
         ct.store(dd, (head,), ct.sum(skip).astype(dd.dtype))
+    if HAS_BIAS:
+        ct.store(ddt_bias, (head,), ct.sum(bias).astype(ddt_bias.dtype))

@@ -8,20 +8,28 @@ with each where its result is used.
 
 import cuda.tile as ct
 
-from .bwd_tiles import decay_t, decode_heads, load_saved_state, store_row
+from .bwd_tiles import (
+    decay_t,
+    decode_heads,
+    load_saved_state,
+    load_skip_row,
+    ragged_tile,
+    store_row,
+)
 from .bwd_tokens import DROW_CARRIED, DROW_DIRECT, DROW_EARLIER, DROW_LATER, DROW_SKIP
 from .decay import exp2
 from .products import product, product_of_loaded
+from .scan_out import SKIP_PER_HEAD
+from .scan_table import window
 from .tiles import (
     ROW_DT,
     ROW_EXP_G,
     ROW_G,
     ROW_STATE_WEIGHT,
-    ConstBool,
     ConstInt,
+    ConstTuple,
     last_of_row,
     load_rows,
-    load_scalar,
     load_tokens,
     row,
     store_tokens,
@@ -38,6 +46,8 @@ def compute_gradients(
     dout,
     entry_states,
     dexit_states,
+    tiles,
+    table,
     dx,
     drows,
     overlap,
@@ -48,24 +58,35 @@ def compute_gradients(
     TILE_P: ConstInt,
     TILE_N: ConstInt,
     PRECISION: ConstInt,
-    HAS_D: ConstBool,
+    FLAGS: ConstTuple,
     LATENCY: ConstInt,
 ):
     """Some heads of one group at one tile of tokens.
 
-    Grid: (B · tiles · G · parts,). sizes: see `decode_heads`. x, dout (B, T, H, P ≤ TILE_P), b, c
-    (B, T, G, N ≤ TILE_N), rows (4, B, H, ≥ tiles, L), d_skip (H,), entry_states and dexit_states
-    (B, H, ≥ tiles asked for, P, N); writes dx (B, T, H, P), drows (5, B, H, ≥ tiles, L) and overlap
-    (B, H, ≥ tiles, TILE_P) as `compute_dx` does, and db, dc (B, T, G · parts, N).
+    Grid: (B · tiles · G · parts,). sizes: see `decode_heads`; FLAGS, tiles and table: as in `compute_dx`.
+    x, dout (B, T, H, P ≤ TILE_P), b, c (B, T, G, N ≤ TILE_N), rows (4, B, H, ≥ tiles, L), d_skip (H,) or
+    (H, P), entry_states and dexit_states (B, H, ≥ tiles asked for, P, N); writes dx (B, T, H, P), drows
+    (5, B, H, ≥ tiles, L) and overlap (B, H, ≥ tiles, TILE_P) as `compute_dx` does, and db, dc
+    (B, T, G · parts, N).
     """
-    _, heads_per_group, heads_per_block, _ = sizes
+    SKIP, RAGGED = FLAGS
+    heads_per_group, heads_per_block = sizes[1], sizes[2]
     batch, group, part, tile, saved, first, count = decode_heads(b.shape[2], sizes)
+    at = tile
+    if RAGGED:
+        tile, span = ragged_tile(tiles, table, saved, sizes)
+        if span[1] >= span[2]:
+            return
+        at = 0
+        x, b, c = window(x, *span), window(b, *span), window(c, *span)
+        dout, dx = window(dout, *span), window(dx, *span)
+        db, dc = window(db, *span), window(dc, *span)
     tokens = ct.arange(L, dtype=ct.int32)
     zeros = ct.zeros((L, L), ct.float32)
     diagonal = tokens[None, :] == tokens[:, None]
 
-    b_tile = load_tokens(b, (batch, tile, group, 0), (L, TILE_N), LATENCY)
-    c_tile = load_tokens(c, (batch, tile, group, 0), (L, TILE_N), LATENCY)
+    b_tile = load_tokens(b, (batch, at, group, 0), (L, TILE_N), LATENCY)
+    c_tile = load_tokens(c, (batch, at, group, 0), (L, TILE_N), LATENCY)
     scores_t = product_of_loaded(b_tile, c_tile.transpose(), zeros, PRECISION)
     db_tile = ct.zeros((L, TILE_N), ct.float32)
     dc_tile = ct.zeros((L, TILE_N), ct.float32)
@@ -76,11 +97,9 @@ def compute_gradients(
         g, dt = row(rows_tile, ROW_G), row(rows_tile, ROW_DT)[:, None]
         since_entry = row(rows_tile, ROW_EXP_G)[:, None]
         until_exit = exp2(last_of_row(rows_tile, ROW_G) - g)[:, None]
-        skip = 0.0
-        if HAS_D:
-            skip = load_scalar(d_skip, head)
-        x_tile = load_tokens(x, (batch, tile, head, 0), (L, TILE_P), LATENCY)
-        dy_tile = load_tokens(dout, (batch, tile, head, 0), (L, TILE_P), LATENCY)
+        skip = load_skip_row(d_skip, head, 0, SKIP, TILE_P)
+        x_tile = load_tokens(x, (batch, at, head, 0), (L, TILE_P), LATENCY)
+        dy_tile = load_tokens(dout, (batch, at, head, 0), (L, TILE_P), LATENCY)
         entry = load_saved_state(entry_states, (batch, head, saved, 0, 0), (TILE_P, TILE_N), LATENCY)
         dexit = load_saved_state(dexit_states, (batch, head, saved, 0, 0), (TILE_P, TILE_N), LATENCY)
 
@@ -105,15 +124,15 @@ def compute_gradients(
         store_row(drows, DROW_EARLIER, index, inter - ct.sum(moved_t, axis=1, keepdims=True))
         store_row(drows, DROW_CARRIED, index, carried * dt)
         store_row(drows, DROW_DIRECT, index, ct.sum(x_wide * du, axis=1, keepdims=True))
-        if HAS_D:
+        if SKIP == SKIP_PER_HEAD:
             store_row(drows, DROW_SKIP, index, ct.sum(ct.where(diagonal, dweights_t, 0.0), axis=1))
         both = ct.sum(entry.astype(ct.float32) * dexit.astype(ct.float32), axis=1, keepdims=True)
         both = both * last_of_row(rows_tile, ROW_EXP_G)
         ct.store(overlap, (batch, head, tile, 0), both.reshape((1, 1, 1, TILE_P)))
-        store_tokens(dx, (batch, tile, head, 0), du * dt + dy_wide * skip, LATENCY)
+        store_tokens(dx, (batch, at, head, 0), du * dt + dy_wide * skip, LATENCY)
 
     column = group * ct.cdiv(heads_per_group, heads_per_block) + part
     db_tile = product(dscores_t, c_tile, db_tile, PRECISION)
     dc_tile = product(dscores_t.transpose(), b_tile, dc_tile, PRECISION)
-    store_tokens(db, (batch, tile, column, 0), db_tile, LATENCY)
-    store_tokens(dc, (batch, tile, column, 0), dc_tile, LATENCY)
+    store_tokens(db, (batch, at, column, 0), db_tile, LATENCY)
+    store_tokens(dc, (batch, at, column, 0), dc_tile, LATENCY)

@@ -10,14 +10,16 @@ group of many heads is cut in parts, where there would be too few blocks otherwi
 
 import cuda.tile as ct
 
-from .bwd_tiles import decode_heads, load_saved_state
+from .bwd_tiles import decode_heads, load_saved_state, ragged_tile
 from .decay import causal_weights_t
 from .products import product, product_of_loaded
+from .scan_table import window
 from .tiles import (
     ROW_DT,
     ROW_EXP_G,
     ROW_G,
     ROW_STATE_WEIGHT,
+    ConstBool,
     ConstInt,
     load_rows,
     load_tokens,
@@ -35,6 +37,8 @@ def compute_dbc(
     dout,
     entry_states,
     dexit_states,
+    tiles,
+    table,
     db,
     dc,
     sizes: tuple,
@@ -43,17 +47,26 @@ def compute_dbc(
     TILE_N: ConstInt,
     P_TILES: ConstInt,
     PRECISION: ConstInt,
+    RAGGED: ConstBool,
     LATENCY: ConstInt,
 ):
     """Some heads of one group at one tile of tokens, TILE_N of the N columns.
 
-    Grid: (B · tiles · G · parts, ceil(N / TILE_N)). sizes: see `decode_heads`.
-    x, dout (B, T, H, P), b, c (B, T, G, N), rows (4, B, H, ≥ tiles, L), entry_states and dexit_states
-    (B, H, ≥ tiles asked for, P, N); writes db, dc (B, T, G · parts, N).
+    Grid: (B · tiles · G · parts, ceil(N / TILE_N)). sizes: see `decode_heads`; RAGGED, tiles and table: as in
+    `compute_dx`. x, dout (B, T, H, P), b, c (B, T, G, N), rows (4, B, H, ≥ tiles, L), entry_states and
+    dexit_states (B, H, ≥ tiles asked for, P, N); writes db, dc (B, T, G · parts, N).
     """
-    _, heads_per_group, heads_per_block, _ = sizes
+    heads_per_group, heads_per_block = sizes[1], sizes[2]
     batch, group, part, tile, saved, first, count = decode_heads(b.shape[2], sizes)
     n_tile = ct.bid(1)
+    at = tile
+    if RAGGED:
+        tile, span = ragged_tile(tiles, table, saved, sizes)
+        if span[1] >= span[2]:
+            return
+        at = 0
+        x, b, c = window(x, *span), window(b, *span), window(c, *span)
+        dout, db, dc = window(dout, *span), window(db, *span), window(dc, *span)
     tokens = ct.arange(L, dtype=ct.int32)
     db_tile = ct.zeros((L, TILE_N), ct.float32)
     dc_tile = ct.zeros((L, TILE_N), ct.float32)
@@ -66,8 +79,8 @@ def compute_dbc(
         weight = row(rows_tile, ROW_STATE_WEIGHT)[:, None]
         since_entry = row(rows_tile, ROW_EXP_G)[:, None]
         for p_tile in range(P_TILES):
-            x_tile = load_tokens(x, (batch, tile, head, p_tile), (L, TILE_P), LATENCY)
-            dy_tile = load_tokens(dout, (batch, tile, head, p_tile), (L, TILE_P), LATENCY)
+            x_tile = load_tokens(x, (batch, at, head, p_tile), (L, TILE_P), LATENCY)
+            dy_tile = load_tokens(dout, (batch, at, head, p_tile), (L, TILE_P), LATENCY)
             index = (batch, head, saved, p_tile, n_tile)
             entry = load_saved_state(entry_states, index, (TILE_P, TILE_N), LATENCY)
             dexit = load_saved_state(dexit_states, index, (TILE_P, TILE_N), LATENCY)
@@ -76,13 +89,13 @@ def compute_dbc(
             # Last: ahead of the two sums it would keep their operands waiting in registers.
             dweights_t = product_of_loaded(x_tile, dy_tile.transpose(), zeros, PRECISION)
             dscores_t = dscores_t + dweights_t * causal_weights_t(g, dt, tokens)
-    b_tile = load_tokens(b, (batch, tile, group, n_tile), (L, TILE_N), LATENCY)
-    c_tile = load_tokens(c, (batch, tile, group, n_tile), (L, TILE_N), LATENCY)
+    b_tile = load_tokens(b, (batch, at, group, n_tile), (L, TILE_N), LATENCY)
+    c_tile = load_tokens(c, (batch, at, group, n_tile), (L, TILE_N), LATENCY)
     column = group * ct.cdiv(heads_per_group, heads_per_block) + part
     db_tile = product(dscores_t, c_tile, db_tile, PRECISION)
     dc_tile = product(dscores_t.transpose(), b_tile, dc_tile, PRECISION)
-    store_tokens(db, (batch, tile, column, n_tile), db_tile, LATENCY)
-    store_tokens(dc, (batch, tile, column, n_tile), dc_tile, LATENCY)
+    store_tokens(db, (batch, at, column, n_tile), db_tile, LATENCY)
+    store_tokens(dc, (batch, at, column, n_tile), dc_tile, LATENCY)
 
 
 @ct.kernel

@@ -7,22 +7,27 @@ The two walks are one form: a (P, N) state decays and takes up weighted tokens (
 forward, segments start from zero, all at once, and a pass gives each its true start; then each is walked
 again, now storing its state at every tile, in the dtype in which products take it: that halves the traffic.
 Both directions go in one launch, side by side. What they do forwards in time is the forward's own code.
+
+Ragged sequences: a segment is a slot of `scan_table`, and scratch arrays have a batch of 1. What crosses the
+border behind a slot that others follow is kept under the index slot − sequence, in both directions; the first
+and the last segment of a sequence take init_state and dfinal_state as they are.
 """
 
 import cuda.tile as ct
 
 from .fwd_pass_state import local_state, pass_forwards
 from .products import product
+from .scan_table import LEFT, POSITION, ROW, SEQUENCE, START, STOP, TILE, entry, window
 from .tiles import (
     ROW_EXP_G,
     ROW_STATE_WEIGHT,
-    ConstBool,
     ConstInt,
     ConstTuple,
     decode_block,
     last_of_row,
     load_rows,
     load_segment_decay,
+    load_single_state,
     load_state,
     load_tokens,
     row,
@@ -39,7 +44,7 @@ def decode_segment(per_head, tile_p, sizes):
     """(batch, head, p_tile, segment, group, first tile, tiles) of a block.
 
     sizes: (tiles a segment, heads a group, tiles of the sequence, first segment, segments); the last two say
-    which segments are asked for.
+    which segments are asked for. Ragged: slots, and what follows from one is in the table.
     """
     tiles_per_segment, heads_per_group, num_tiles, first_segment, num_segments = sizes
     num_p_tiles = ct.num_tiles(per_head, axis=3, shape=(1, 1, 1, tile_p))
@@ -50,22 +55,25 @@ def decode_segment(per_head, tile_p, sizes):
     return batch, head, p_tile, segment, head // heads_per_group, first, count
 
 
+def tokens_of_slot(table, slot):
+    """(batch row, first token, token after the last) of a slot."""
+    return entry(table, slot, ROW), entry(table, slot, START), entry(table, slot, STOP)
+
+
 def local_dstate(per_head, per_group, rows, place, options):
     """What a segment's own outputs add to the gradient of its entry state.
 
-    per_head dout, per_group c; place: (batch, head, p_tile, n_tile, group, first tile, tiles); options as in
-    `local_state`. Walks forwards: then the sum needs no rescaling, as the decay of earlier tiles goes into
-    the L weights.
+    per_head dout, per_group c; place and options as in `local_state`. Walks forwards: then the sum needs no
+    rescaling, as the decay of earlier tiles goes into the L weights.
     """
-    batch, head, p_tile, n_tile, group, first, count = place
+    batch, head, p_tile, n_tile, group, first, at, count = place
     L, TILE_P, TILE_N, PRECISION, LATENCY = options
     dstate = ct.zeros((TILE_P, TILE_N), ct.float32)
     earlier_decay = 1.0
     for k in range(count):
-        tile = first + k
-        c_tile = load_tokens(per_group, (batch, tile, group, n_tile), (L, TILE_N), LATENCY)
-        dy_tile = load_tokens(per_head, (batch, tile, head, p_tile), (L, TILE_P), LATENCY)
-        rows_tile = load_rows(rows, (batch, head, tile), L, LATENCY)
+        c_tile = load_tokens(per_group, (batch, at + k, group, n_tile), (L, TILE_N), LATENCY)
+        dy_tile = load_tokens(per_head, (batch, at + k, head, p_tile), (L, TILE_P), LATENCY)
+        rows_tile = load_rows(rows, (batch, head, first + k), L, LATENCY)
         weight = row(rows_tile, ROW_EXP_G) * earlier_decay
         earlier_decay = earlier_decay * last_of_row(rows_tile, ROW_EXP_G)
         dstate = product(taken_up(dy_tile, weight), c_tile, dstate, PRECISION)
@@ -79,6 +87,8 @@ def segment_borders(
     c,
     rows,
     dout,
+    table,
+    carried,
     local_states,
     local_dstates,
     state_decay,
@@ -88,22 +98,34 @@ def segment_borders(
     TILE_P: ConstInt,
     TILE_N: ConstInt,
     PRECISION: ConstInt,
-    ENTRIES: ConstBool,
+    FLAGS: ConstTuple,
     LATENCY: ConstInt,
 ):
     """Each segment from zero: the gradient of its entry state, for all but the first, and, if ENTRIES, the
     state at its exit, for all but the last.
 
-    Grid: (B · (segments − 1) · ceil(P / TILE_P) · H, ceil(N / TILE_N), 2 if ENTRIES, else 1). sizes: see
-    `decode_segment`, from the second segment on. x, dout (B, T, H, P), b, c (B, T, G, N), rows
-    (4, B, H, ≥ tiles, L); writes local_states and local_dstates (B, H, ≥ segments, P, N) and, by
-    how much the same segments decay, state_decay and dstate_decay (B, H, ≥ segments).
+    Grid: (B · (segments − 1) · ceil(P / TILE_P) · H, ceil(N / TILE_N), 2 if ENTRIES, else 1). FLAGS:
+    (ENTRIES, RAGGED). sizes: see `decode_segment`, from the second segment on. x, dout (B, T, H, P), b, c
+    (B, T, G, N), rows (4, B, H, ≥ tiles, L); writes local_states and local_dstates (B, H, ≥ segments, P, N)
+    and, by how much the same segments decay, state_decay and dstate_decay (B, H, ≥ segments).
+
+    RAGGED: a block for each entry of `carried` instead of each segment, and no ENTRIES; writes what the
+    segment after that slot gives, and how much it decays, under the entry's index.
     """
+    ENTRIES, RAGGED = FLAGS
     batch, head, p_tile, segment, group, first, count = decode_segment(dout, TILE_P, sizes)
     n_tile = ct.bid(1)
     options = (L, TILE_P, TILE_N, PRECISION, LATENCY)
     if ct.bid(2) == 0:
-        place = (batch, head, p_tile, n_tile, group, first, count)
+        at = first
+        if RAGGED:
+            slot = ct.load(carried, (segment,), (1,)).item() + 1
+            if slot <= 0:
+                return
+            span = tokens_of_slot(table, slot)
+            first, at, count = entry(table, slot, TILE), 0, ct.cdiv(span[2] - span[1], L)
+            dout, c = window(dout, *span), window(c, *span)
+        place = (batch, head, p_tile, n_tile, group, first, at, count)
         dstate, dstate_left = local_dstate(dout, c, rows, place, options)
         store_state(local_dstates, (batch, head, segment, p_tile, n_tile), dstate)
         if p_tile + n_tile == 0:
@@ -120,26 +142,39 @@ def segment_borders(
 
 
 def pass_backwards(dstates, segment_decay, dstate, place, options):
-    """As `pass_forwards`, from the last segment to the second; the first gets what arrives there."""
-    batch, head, p_tile, n_tile, num_segments = place
-    AT_ONCE, LATENCY = options
-    ahead = (num_segments - 1) // AT_ONCE
+    """As `pass_forwards`, from the last of some segments to the first; returns the gradient that is left.
+
+    place: (batch, head, p_tile, n_tile, last, segments). Where a local part was, there is then the gradient
+    that arrives, or, with AFTER, the one that is passed on.
+    """
+    batch, head, p_tile, n_tile, last, num_local = place
+    AT_ONCE, LATENCY, AFTER = options
+    ahead = num_local // AT_ONCE
     for k in range(ahead):
-        locals_, decays, segment = (), (), num_segments - 1 - k * AT_ONCE
+        locals_, decays, segment = (), (), last - k * AT_ONCE
         for i in ct.static_iter(range(AT_ONCE)):
             index = (batch, head, segment - i, p_tile, n_tile)
             locals_ = locals_ + (load_state(dstates, index, dstate.shape, LATENCY),)
             decays = decays + (load_segment_decay(segment_decay, index[:3]),)
         for i in ct.static_iter(range(AT_ONCE)):
-            store_state(dstates, (batch, head, segment - i, p_tile, n_tile), dstate)
-            dstate = dstate * decays[i] + locals_[i]
-    for k in range(ahead * AT_ONCE, num_segments - 1):
-        index = (batch, head, num_segments - 1 - k, p_tile, n_tile)
+            index = (batch, head, segment - i, p_tile, n_tile)
+            dstate = passed_on(dstates, index, dstate, decays[i], locals_[i], AFTER)
+    for k in range(ahead * AT_ONCE, num_local):
+        index = (batch, head, last - k, p_tile, n_tile)
         local = load_state(dstates, index, dstate.shape, LATENCY)
         decay = load_segment_decay(segment_decay, index[:3])
-        store_state(dstates, index, dstate)
+        dstate = passed_on(dstates, index, dstate, decay, local, AFTER)
+    return dstate
+
+
+def passed_on(dstates, index, dstate, decay, local, after):
+    """The gradient before a segment, from the one after it; one of them is stored."""
+    if after:
         dstate = dstate * decay + local
-    store_state(dstates, (batch, head, 0, p_tile, n_tile), dstate)
+        store_state(dstates, index, dstate)
+        return dstate
+    store_state(dstates, index, dstate)
+    return dstate * decay + local
 
 
 @ct.kernel
@@ -150,6 +185,8 @@ def pass_borders(
     dstate_decay,
     init_state,
     dfinal_state,
+    table,
+    carried,
     num_segments: int,
     TILE_P: ConstInt,
     TILE_N: ConstInt,
@@ -161,11 +198,14 @@ def pass_borders(
     place.
 
     Grid: (B · ceil(P / TILE_P) · H, ceil(N / TILE_N), 2 if ENTRIES, else 1). FLAGS: (ENTRIES, HAS_INIT,
-    HAS_DFINAL). states and dstates (B, H, ≥ segments, P, N) float32 with what `segment_borders` wrote, as are
-    state_decay and dstate_decay (B, H, ≥ segments); init_state and dfinal_state (B, H, 1, P, N), read if
-    HAS_INIT and HAS_DFINAL.
+    HAS_DFINAL, RAGGED). states and dstates (B, H, ≥ segments, P, N) float32 with what `segment_borders`
+    wrote, as are state_decay and dstate_decay (B, H, ≥ segments); init_state and dfinal_state
+    (B, H, 1, P, N), read if HAS_INIT and HAS_DFINAL.
+
+    RAGGED: a block for each entry of `carried` instead of each batch row, and no ENTRIES; that of a
+    sequence's first segment does the whole sequence.
     """
-    ENTRIES, HAS_INIT, HAS_DFINAL = FLAGS
+    ENTRIES, HAS_INIT, HAS_DFINAL, RAGGED = FLAGS
     num_p_tiles = ct.num_tiles(dstates, axis=3, shape=(1, 1, 1, TILE_P, TILE_N))
     batch, head, p_tile, _ = decode_block(dstates.shape[1], num_p_tiles, 1)
     n_tile = ct.bid(1)
@@ -173,9 +213,24 @@ def pass_borders(
     options = (AT_ONCE, LATENCY)
     border = ct.zeros(shape, ct.float32)
     if ct.bid(2) == 0:
+        sequence = batch
+        if RAGGED:
+            slot = ct.load(carried, (batch,), (1,)).item()
+            if slot < 0:
+                return
+            if entry(table, slot, POSITION) > 0:
+                return
+            sequence = entry(table, slot, SEQUENCE)
         if HAS_DFINAL:
-            border = load_state(dfinal_state, (batch, head, 0, p_tile, n_tile), shape, LATENCY)
-        pass_backwards(dstates, dstate_decay, border, (batch, head, p_tile, n_tile, num_segments), options)
+            border = load_state(dfinal_state, (sequence, head, 0, p_tile, n_tile), shape, LATENCY)
+        if RAGGED:
+            count = entry(table, slot, LEFT)
+            place = (0, head, p_tile, n_tile, batch + count - 1, count)
+            pass_backwards(dstates, dstate_decay, border, place, (*options, True))
+        else:
+            place = (batch, head, p_tile, n_tile, num_segments - 1, num_segments - 1)
+            border = pass_backwards(dstates, dstate_decay, border, place, (*options, False))
+            store_state(dstates, (batch, head, 0, p_tile, n_tile), border)
     else:
         if ENTRIES:
             if HAS_INIT:
@@ -185,40 +240,38 @@ def pass_borders(
             store_state(states, (batch, head, num_segments - 1, p_tile, n_tile), border)
 
 
-def walk_forwards(per_head, per_group, rows, entries, entry_states, place, options):
-    """Stores the state at the entry of every tile of a segment, first tile first.
+def walk_forwards(per_head, per_group, rows, state, entry_states, place, options):
+    """Stores the state at the entry of every tile of a segment, first tile first, from that of the segment.
 
-    per_head x, per_group b; place: (batch, head, p_tile, n_tile, segment, group, first tile, tiles, first
-    saved tile); options: (L, TILE_P, TILE_N, precision, latency).
+    per_head x, per_group b; place: (batch, head, p_tile, n_tile, group, first tile, first tile in per_head
+    and per_group, first saved tile, tiles); options: (L, TILE_P, TILE_N, precision, latency).
     """
-    batch, head, p_tile, n_tile, segment, group, first, count, saved = place
+    batch, head, p_tile, n_tile, group, first, at, saved, count = place
     L, TILE_P, TILE_N, PRECISION, LATENCY = options
-    state = load_state(entries, (batch, head, segment, p_tile, n_tile), (TILE_P, TILE_N), 1)
-    store_state(entry_states, (batch, head, first - saved, p_tile, n_tile), state)
+    store_state(entry_states, (batch, head, saved, p_tile, n_tile), state)
     for k in range(count - 1):
-        tile = first + k
-        b_tile = load_tokens(per_group, (batch, tile, group, n_tile), (L, TILE_N), LATENCY)
-        x_tile = load_tokens(per_head, (batch, tile, head, p_tile), (L, TILE_P), LATENCY)
-        rows_tile = load_rows(rows, (batch, head, tile), L, LATENCY)
+        b_tile = load_tokens(per_group, (batch, at + k, group, n_tile), (L, TILE_N), LATENCY)
+        x_tile = load_tokens(per_head, (batch, at + k, head, p_tile), (L, TILE_P), LATENCY)
+        rows_tile = load_rows(rows, (batch, head, first + k), L, LATENCY)
         weighted = taken_up(x_tile, row(rows_tile, ROW_STATE_WEIGHT))
         state = product(weighted, b_tile, state * last_of_row(rows_tile, ROW_EXP_G), PRECISION)
-        store_state(entry_states, (batch, head, tile + 1 - saved, p_tile, n_tile), state)
+        store_state(entry_states, (batch, head, saved + k + 1, p_tile, n_tile), state)
 
 
-def walk_backwards(per_head, per_group, rows, exits, dexit_states, place, options):
-    """Stores the gradient of the state at the exit of every tile, last tile first; returns that of the entry.
+def walk_backwards(per_head, per_group, rows, dstate, dexit_states, place, options):
+    """Stores the gradient of the state at the exit of every tile, last tile first, from that of the segment;
+    returns that of the entry.
 
     per_head dout, per_group c; place and options as in `walk_forwards`.
     """
-    batch, head, p_tile, n_tile, segment, group, first, count, saved = place
+    batch, head, p_tile, n_tile, group, first, at, saved, count = place
     L, TILE_P, TILE_N, PRECISION, LATENCY = options
-    dstate = load_state(exits, (batch, head, segment, p_tile, n_tile), (TILE_P, TILE_N), 1)
     for k in range(count):
-        tile = first + count - 1 - k
-        store_state(dexit_states, (batch, head, tile - saved, p_tile, n_tile), dstate)
-        c_tile = load_tokens(per_group, (batch, tile, group, n_tile), (L, TILE_N), LATENCY)
-        dy_tile = load_tokens(per_head, (batch, tile, head, p_tile), (L, TILE_P), LATENCY)
-        rows_tile = load_rows(rows, (batch, head, tile), L, LATENCY)
+        tile = count - 1 - k
+        store_state(dexit_states, (batch, head, saved + tile, p_tile, n_tile), dstate)
+        c_tile = load_tokens(per_group, (batch, at + tile, group, n_tile), (L, TILE_N), LATENCY)
+        dy_tile = load_tokens(per_head, (batch, at + tile, head, p_tile), (L, TILE_P), LATENCY)
+        rows_tile = load_rows(rows, (batch, head, first + tile), L, LATENCY)
         weighted = taken_up(dy_tile, row(rows_tile, ROW_EXP_G))
         dstate = product(weighted, c_tile, dstate * last_of_row(rows_tile, ROW_EXP_G), PRECISION)
     return dstate
@@ -233,6 +286,9 @@ def tile_states(
     dout,
     segment_entries,
     segment_exits,
+    init_state,
+    dfinal_state,
+    table,
     entry_states,
     dexit_states,
     dinit_state,
@@ -247,21 +303,60 @@ def tile_states(
     """The state at the entry of every tile of some segments, and the gradient of the one at its exit.
 
     Grid: (B · segments · ceil(P / TILE_P) · H, ceil(N / TILE_N), 2): the walk backwards, then, if ENTRIES,
-    the one forwards. FLAGS: (ENTRIES, WRITE_DINIT). sizes: see `decode_segment`.
+    the one forwards. FLAGS: (ENTRIES, WRITE_DINIT, RAGGED, HAS_INIT, HAS_DFINAL). sizes: see
+    `decode_segment`.
     x, dout (B, T, H, P), b, c (B, T, G, N), rows (4, B, H, ≥ tiles, L), segment_entries and segment_exits
     (B, H, ≥ segments, P, N) float32; writes entry_states and dexit_states (B, H, ≥ tiles, P, N), where tile 0
     is the first asked for, and, in the sequence's first segment if WRITE_DINIT, dinit_state (B, H, 1, P, N).
+
+    RAGGED: reads init_state and dfinal_state (S, H, P, N), if HAS_INIT and HAS_DFINAL, where a sequence
+    begins and ends, and the borders only between.
     """
-    ENTRIES, WRITE_DINIT = FLAGS
+    ENTRIES, WRITE_DINIT, RAGGED, HAS_INIT, HAS_DFINAL = FLAGS
     batch, head, p_tile, segment, group, first, count = decode_segment(dout, TILE_P, sizes)
     n_tile = ct.bid(1)
-    place = (batch, head, p_tile, n_tile, segment, group, first, count, sizes[3] * sizes[0])
+    shape = (TILE_P, TILE_N)
     options = (L, TILE_P, TILE_N, PRECISION, LATENCY)
+    at, saved = first, first - sizes[3] * sizes[0]
+    sequence, position, left = batch, segment, 0
+    if RAGGED:
+        sequence, position = entry(table, segment, SEQUENCE), entry(table, segment, POSITION)
+        left = entry(table, segment, LEFT)
+        # A segment of padding, or unused. An empty sequence has work: its gradient goes straight through.
+        if left < 0:
+            return
+        span = tokens_of_slot(table, segment)
+        first, at, count = entry(table, segment, TILE), 0, ct.cdiv(span[2] - span[1], L)
+        saved = first - entry(table, sizes[3], TILE)
+        x, b, c, dout = window(x, *span), window(b, *span), window(c, *span), window(dout, *span)
+    place = (batch, head, p_tile, n_tile, group, first, at, saved, count)
     if ct.bid(2) == 0:
-        dstate = walk_backwards(dout, c, rows, segment_exits, dexit_states, place, options)
+        if RAGGED:
+            dstate = ct.zeros(shape, ct.float32)
+            if left > 0:
+                index = (0, head, segment - sequence, p_tile, n_tile)
+                dstate = load_state(segment_exits, index, shape, 1)
+            else:
+                if HAS_DFINAL:
+                    dstate = load_single_state(dfinal_state, (sequence, head, p_tile, n_tile), shape, 1)
+        else:
+            dstate = load_state(segment_exits, (batch, head, segment, p_tile, n_tile), shape, 1)
+        dstate = walk_backwards(dout, c, rows, dstate, dexit_states, place, options)
         if WRITE_DINIT:
-            if segment == 0:
-                store_state(dinit_state, (batch, head, 0, p_tile, n_tile), dstate)
+            if position == 0:
+                store_state(dinit_state, (sequence, head, 0, p_tile, n_tile), dstate)
     else:
         if ENTRIES:
-            walk_forwards(x, b, rows, segment_entries, entry_states, place, options)
+            if RAGGED:
+                state = ct.zeros(shape, ct.float32)
+                if position > 0:
+                    index = (0, head, segment - sequence - 1, p_tile, n_tile)
+                    state = load_state(segment_entries, index, shape, 1)
+                else:
+                    if HAS_INIT:
+                        state = load_single_state(init_state, (sequence, head, p_tile, n_tile), shape, 1)
+                if count > 0:
+                    walk_forwards(x, b, rows, state, entry_states, place, options)
+            else:
+                state = load_state(segment_entries, (batch, head, segment, p_tile, n_tile), shape, 1)
+                walk_forwards(x, b, rows, state, entry_states, place, options)

@@ -1,8 +1,14 @@
-"""What only the backward's kernels share: saved states, rows of sums per token, a block's heads."""
+"""What only the backward's kernels share: saved states, rows of sums per token, a block's heads and tile."""
 
 import cuda.tile as ct
 
 from .decay import causal_weights_t
+from .scan_out import SKIP_PER_CHANNEL, SKIP_PER_HEAD
+from .scan_table import TILE, entry
+from .tiles import load_scalar
+
+# Columns of the `tiles` array of ragged sequences, see `bwd_ragged`.
+TILE_ROW, TILE_START, TILE_STOP, TILE_SLOT = 0, 1, 2, 3
 
 _ZERO = ct.PaddingMode.ZERO
 
@@ -23,12 +29,23 @@ def store_row(rows, which, index, values):
     ct.store(rows, (which, batch, head, tile, 0), values.reshape((1, 1, 1, 1, values.shape[0])))
 
 
+def load_skip_row(d_skip, head, p_tile, kind, width):
+    """What a head's outputs take of x itself: a number, or (1, width)."""
+    if kind == SKIP_PER_CHANNEL:
+        tile = ct.load(d_skip, (head, p_tile), (1, width), padding_mode=_ZERO)
+        return tile.astype(ct.float32)
+    if kind == SKIP_PER_HEAD:
+        return load_scalar(d_skip, head)
+    return 0.0
+
+
 def decode_heads(num_groups, sizes):
     """(batch, group, part, tile, saved tile, first head, heads): some heads of a group at one tile.
 
-    sizes: (tiles asked for, heads a group, heads a block, first tile); the saved states begin with that tile.
+    sizes: (tiles asked for, heads a group, heads a block, first tile, …); the saved states begin with that
+    tile. Ragged: see `ragged_tile`.
     """
-    num_tiles, heads_per_group, heads_per_block, first_tile = sizes
+    num_tiles, heads_per_group, heads_per_block, first_tile, _ = sizes
     block = ct.bid(0)
     parts = ct.cdiv(heads_per_group, heads_per_block)
     part = block % parts
@@ -40,3 +57,25 @@ def decode_heads(num_groups, sizes):
     saved = block % num_tiles
     first = group * heads_per_group + offset
     return block // num_tiles, group, part, first_tile + saved, saved, first, count
+
+
+def tokens_of_tile(tiles, tile):
+    """(batch row, first token, token after the last) of a tile of ragged sequences; it may be empty."""
+    return (
+        ct.gather(tiles, (tile, TILE_ROW)),
+        ct.gather(tiles, (tile, TILE_START)),
+        ct.gather(tiles, (tile, TILE_STOP)),
+    )
+
+
+def ragged_tile(tiles, table, saved, sizes):
+    """(tile, its tokens as from `tokens_of_tile`), for the tile whose states are the `saved` ones.
+
+    sizes: (tiles at most, …, first slot, slots): the slots asked for; a tile of others counts as empty.
+    """
+    first_slot, num_slots = sizes[3], sizes[4]
+    tile = entry(table, first_slot, TILE) + saved
+    row, start, stop = tokens_of_tile(tiles, tile)
+    slot = ct.gather(tiles, (tile, TILE_SLOT), padding_value=-1)
+    asked_for = (slot >= first_slot) & (slot < first_slot + num_slots)
+    return tile, (row, start, ct.where(asked_for, stop, start))

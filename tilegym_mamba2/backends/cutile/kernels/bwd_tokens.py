@@ -19,19 +19,26 @@ L×L forms are transposed, (j, i), so that Wᵀ is computed where the product wi
 
 import cuda.tile as ct
 
-from .bwd_tiles import decay_t, decode_heads, load_saved_state, store_row
+from .bwd_tiles import (
+    decay_t,
+    decode_heads,
+    load_saved_state,
+    load_skip_row,
+    ragged_tile,
+    store_row,
+)
 from .decay import exp2
 from .products import product, product_of_loaded
+from .scan_out import SKIP_PER_HEAD
+from .scan_table import window
 from .tiles import (
     ROW_DT,
     ROW_EXP_G,
     ROW_G,
-    ConstBool,
     ConstInt,
     ConstTuple,
     last_of_row,
     load_rows,
-    load_scalar,
     load_tokens,
     row,
     store_tokens,
@@ -52,6 +59,8 @@ def compute_dx(
     dout,
     entry_states,
     dexit_states,
+    tiles,
+    table,
     dx,
     drows,
     overlap,
@@ -61,30 +70,42 @@ def compute_dx(
     TILE_N: ConstInt,
     TILES: ConstTuple,
     PRECISION: ConstInt,
-    HAS_D: ConstBool,
+    FLAGS: ConstTuple,
     LATENCY: ConstInt,
 ):
     """Some heads of one group at one tile of tokens.
 
     Grid: (B · tiles · G · ceil(R / heads a block),). sizes: see `decode_heads`.
-    TILES: (ceil(P / TILE_P), ceil(N / TILE_N)). x, dout (B, T, H, P), b, c (B, T, G, N), rows
-    (4, B, H, ≥ tiles, L), d_skip (H,), entry_states and dexit_states (B, H, ≥ tiles asked for, P, N); writes
-    dx (B, T, H, P), drows (5, B, H, ≥ tiles, L), the row of the skip term only if HAS_D, and overlap
-    (B, H, ≥ tiles, TILE_P), whose sum is exp2(g_last) ⟨H, dH'⟩.
+    TILES: (ceil(P / TILE_P), ceil(N / TILE_N)). FLAGS: (what d_skip is, RAGGED). x, dout (B, T, H, P), b, c
+    (B, T, G, N), rows (4, B, H, ≥ tiles, L), d_skip (H,) or (H, P), entry_states and dexit_states
+    (B, H, ≥ tiles asked for, P, N); writes dx (B, T, H, P), drows (5, B, H, ≥ tiles, L), the row of the skip
+    term only if it is a number for each head, and overlap (B, H, ≥ tiles, TILE_P), whose sum is
+    exp2(g_last) ⟨H, dH'⟩.
+
+    RAGGED: tiles and table say which tokens a tile has; scratch arrays have a batch of 1.
     """
+    SKIP, RAGGED = FLAGS
     P_TILES, N_TILES = TILES
     batch, group, _, tile, saved, first, count = decode_heads(b.shape[2], sizes)
+    at = tile
+    if RAGGED:
+        tile, span = ragged_tile(tiles, table, saved, sizes)
+        if span[1] >= span[2]:
+            return
+        at = 0
+        x, b, c = window(x, *span), window(b, *span), window(c, *span)
+        dout, dx = window(dout, *span), window(dx, *span)
     tokens = ct.arange(L, dtype=ct.int32)
     zeros = ct.zeros((L, L), ct.float32)
     diagonal = tokens[None, :] == tokens[:, None]
 
-    b_tile = load_tokens(b, (batch, tile, group, 0), (L, TILE_N), LATENCY)
-    c_tile = load_tokens(c, (batch, tile, group, 0), (L, TILE_N), LATENCY)
+    b_tile = load_tokens(b, (batch, at, group, 0), (L, TILE_N), LATENCY)
+    c_tile = load_tokens(c, (batch, at, group, 0), (L, TILE_N), LATENCY)
     scores_t = product_of_loaded(b_tile, c_tile.transpose(), ct.zeros((L, L), ct.float32), PRECISION)
     if N_TILES > 1:
         for n_tile in range(1, N_TILES):
-            b_more = load_tokens(b, (batch, tile, group, n_tile), (L, TILE_N), LATENCY)
-            c_more = load_tokens(c, (batch, tile, group, n_tile), (L, TILE_N), LATENCY)
+            b_more = load_tokens(b, (batch, at, group, n_tile), (L, TILE_N), LATENCY)
+            c_more = load_tokens(c, (batch, at, group, n_tile), (L, TILE_N), LATENCY)
             scores_t = product_of_loaded(b_more, c_more.transpose(), scores_t, PRECISION)
 
     for k in range(count):
@@ -94,9 +115,6 @@ def compute_dx(
         across = last_of_row(rows_tile, ROW_EXP_G)
         until_exit = exp2(last_of_row(rows_tile, ROW_G) - g)[:, None]
         weights_t = decay_t(g, tokens) * scores_t
-        skip = 0.0
-        if HAS_D:
-            skip = load_scalar(d_skip, head)
 
         later = ct.zeros((L,), ct.float32)
         earlier = ct.zeros((L, 1), ct.float32)
@@ -106,14 +124,14 @@ def compute_dx(
         on_diagonal = ct.zeros((L,), ct.float32)
         state_overlap = ct.zeros((TILE_P, 1), ct.float32)
         for p_tile in range(P_TILES):
-            x_tile = load_tokens(x, (batch, tile, head, p_tile), (L, TILE_P), LATENCY)
-            dy_tile = load_tokens(dout, (batch, tile, head, p_tile), (L, TILE_P), LATENCY)
+            x_tile = load_tokens(x, (batch, at, head, p_tile), (L, TILE_P), LATENCY)
+            dy_tile = load_tokens(dout, (batch, at, head, p_tile), (L, TILE_P), LATENCY)
             # All sums are linear in the P columns: each L×L form is used up before the next product.
             dweights_t = product_of_loaded(x_tile, dy_tile.transpose(), zeros, PRECISION)
             moved_t = ct.where(diagonal, 0.0, dweights_t * weights_t) * dt
             later = later + ct.sum(moved_t, axis=0)
             earlier = earlier + ct.sum(moved_t, axis=1, keepdims=True)
-            if HAS_D:
+            if SKIP == SKIP_PER_HEAD:
                 on_diagonal = on_diagonal + ct.sum(ct.where(diagonal, dweights_t, 0.0), axis=1)
             v = ct.zeros((L, TILE_P), ct.float32)
             from_entry = ct.zeros((L, TILE_P), ct.float32)
@@ -122,8 +140,8 @@ def compute_dx(
                 entry = load_saved_state(entry_states, index, (TILE_P, TILE_N), LATENCY)
                 dexit = load_saved_state(dexit_states, index, (TILE_P, TILE_N), LATENCY)
                 if N_TILES > 1:
-                    b_part = load_tokens(b, (batch, tile, group, n_tile), (L, TILE_N), LATENCY)
-                    c_part = load_tokens(c, (batch, tile, group, n_tile), (L, TILE_N), LATENCY)
+                    b_part = load_tokens(b, (batch, at, group, n_tile), (L, TILE_N), LATENCY)
+                    c_part = load_tokens(c, (batch, at, group, n_tile), (L, TILE_N), LATENCY)
                     v = product(b_part, dexit.transpose(), v, PRECISION)
                     from_entry = product(c_part, entry.transpose(), from_entry, PRECISION)
                 else:
@@ -138,7 +156,8 @@ def compute_dx(
             carried = carried + ct.sum(x_wide * v, axis=1, keepdims=True)
             du = product(weights_t, dy_tile, v, PRECISION)
             direct = direct + ct.sum(x_wide * du, axis=1, keepdims=True)
-            store_tokens(dx, (batch, tile, head, p_tile), du * dt + dy_wide * skip, LATENCY)
+            skip = load_skip_row(d_skip, head, p_tile, SKIP, TILE_P)
+            store_tokens(dx, (batch, at, head, p_tile), du * dt + dy_wide * skip, LATENCY)
 
         inter = inter * row(rows_tile, ROW_EXP_G)[:, None]
         index = (batch, head, tile)
@@ -146,6 +165,6 @@ def compute_dx(
         store_row(drows, DROW_EARLIER, index, inter - earlier)
         store_row(drows, DROW_CARRIED, index, carried * dt)
         store_row(drows, DROW_DIRECT, index, direct)
-        if HAS_D:
+        if SKIP == SKIP_PER_HEAD:
             store_row(drows, DROW_SKIP, index, on_diagonal)
         ct.store(overlap, (batch, head, tile, 0), (state_overlap * across).reshape((1, 1, 1, TILE_P)))

@@ -1,6 +1,9 @@
-"""From dt as given to the step that is used: bias, softplus, clamp, in float32. Pure functions on tiles."""
+"""From dt as given to the step that is used: bias, softplus, clamp, in float32; and how steep that is. Pure
+functions on tiles."""
 
 import cuda.tile as ct
+
+from .gate import sigmoid
 
 # 2·atanh(s) = 2s·Σ s^2k / (2k + 1): at s ≤ 1/3 the next term is below a float32 digit.
 _ATANH = (1 / 3, 1 / 5, 1 / 7, 1 / 9, 1 / 11, 1 / 13)
@@ -24,3 +27,11 @@ def softplus(v):
 def clamp(v, low, high):
     """v in [low, high]; NaN stays NaN."""
     return ct.minimum(ct.maximum(v, low, propagate_nan=True), high, propagate_nan=True)
+
+
+def slope(v, low, high, is_softplus):
+    """The derivative of clamp(softplus(v), low, high), or of clamp(v, low, high): 0 where it is clamped."""
+    steep = 1.0
+    if is_softplus:
+        steep, v = sigmoid(v), softplus(v)
+    return ct.where((v < low) | (v > high), 0.0, steep)
