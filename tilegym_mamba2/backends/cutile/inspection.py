@@ -31,9 +31,10 @@ from cuda.tile.compilation import (
     export_kernel,
 )
 
-from tilegym_mamba2.spec import SPECS, Mamba2ProblemSpec
+from tilegym_mamba2.options import ScanOptions
+from tilegym_mamba2.spec import SPECS, Mamba2ProblemSpec, Mamba2ScanSpec
 
-from . import backward, backward_config, forward, state_update, tuning
+from . import backward, backward_config, forward, scan, state_update, tuning
 from .availability import find_program
 from .launch import Launch, recording
 
@@ -196,6 +197,31 @@ def backward_launches(
         )
         with backward_config.BackwardConfig.override(config):
             return _recorded(lambda: backward.mamba2_chunk_backward(**inputs), inputs, arch, None, precision)
+
+
+def scan_launches(
+    spec: Mamba2ScanSpec,
+    arch: str,
+    config: tuning.ForwardConfig | None = None,
+    precision: str = "highest",
+    *,
+    chunk_states: bool = False,
+    **changes: Any,
+) -> list[Launch]:
+    """The launches of `mamba2_chunk_scan` on a GPU `arch`: the spec's sequences, gate and dt pipeline."""
+    inputs = meta_inputs(spec)
+    size = inputs.pop("chunk_size")
+    like = {"z": (spec.gated, inputs["x"]), "dt_bias": (spec.raw_dt, inputs["a"])}
+    inputs |= {name: torch.empty_like(tensor) if there else None for name, (there, tensor) in like.items()}
+    lengths = {"cu_seqlens": spec.num_sequences and spec.num_sequences + 1}
+    lengths["seq_lens"] = spec.padded and spec.batch_size
+    for name, count in lengths.items():
+        inputs[name] = torch.empty(count, dtype=torch.int32, device="meta") if count else None
+    inputs |= changes
+    options = ScanOptions(spec.raw_dt, (0.0, math.inf), size, spec.state_dtype, chunk_states)
+    return _recorded(
+        lambda: scan.mamba2_chunk_scan(**inputs, options=options), inputs, arch, config, precision
+    )
 
 
 def state_update_launches(spec: Mamba2ProblemSpec, tokens: int = 1, **changes: Any) -> list[Launch]:

@@ -46,7 +46,7 @@ from .launch import INT32_REACH, Launch, Step, hinted, needs_wide, run_plan
 from .ragged import Ragged
 from .scan_config import ScanConfig
 
-__all__ = ["mamba2_chunk_scan", "supports"]
+__all__ = ["ScanSteps", "mamba2_chunk_scan", "supports"]
 
 OP = "mamba2_chunk_scan"
 
@@ -331,7 +331,7 @@ def _is_wide(
 
 @dataclass(frozen=True)
 class ScanSteps:
-    """Makes the steps of one plan."""
+    """Makes the steps of one problem, whose tensors are those of the op, in its order."""
 
     tensors: tuple[torch.Tensor | None, ...]
     options: ScanOptions
@@ -405,7 +405,8 @@ class ScanSteps:
     def out_step(
         self, blocks: int, sizes: tuple[int, int, int], ragged: bool, gate: int | None = None
     ) -> Step:
-        """`scan_out` for so many rows or slots; sizes as in the kernel."""
+        """`scan_out` for so many rows or slots; sizes as in the kernel. gate: what it makes, by default
+        outputs."""
         config, (_, _, _, _, _, d, z, *_) = self.config, self.tensors
         state_size = self.tensors[3].shape[3]
         tile_n = min(tile_of(state_size), config.out_tile_n)
