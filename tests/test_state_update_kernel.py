@@ -214,11 +214,15 @@ EXPANDED = st.just("expanded")
 
 
 @settings(max_examples=100)
-@given(problem=problems(), tile_elements=st.sampled_from((64, 8192)))
-def test_any_step_equals_the_definition(problem: tuple[dict[str, Any], Options], tile_elements: int) -> None:
+@given(problem=problems(), tile_elements=st.sampled_from((64, 8192)), unchecked=st.booleans())
+def test_any_step_equals_the_definition(
+    problem: tuple[dict[str, Any], Options], tile_elements: int, unchecked: bool
+) -> None:
     # Small tiles too: heads are cut, as those of a model are.
-    config = StateUpdateConfig(tile_elements=tile_elements, warps=4, min_blocks=1)
-    with interpreter.interpret(), backend.override(config):
+    config = StateUpdateConfig(tile_elements=tile_elements, warps=1, min_blocks=1)
+    with interpreter.interpret(), backend.override(config), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "_plans", {})
+        patch.setattr(backend, "_unchecked_loads", lambda: unchecked)
         assert_exact(*problem)
 
 
@@ -372,18 +376,18 @@ MODULES = ("steps", "state_update")
 KERNEL = "state_update"
 MUTATIONS = {
     "group by tiling": (KERNEL, "head // HEADS_PER_GROUP", "head % (NUM_HEADS // HEADS_PER_GROUP)"),
-    "no decay": (KERNEL, "h * exp2(rate * step) +", "h +"),
+    "no decay": (KERNEL, "h[i] * exp2(rate * step) +", "h[i] +"),
     "decay in another base": (KERNEL, "number(a, (head,)) * LOG2E", "number(a, (head,))"),
     "missing dt": (KERNEL, "(step * x_tile)[:, None]", "x_tile[:, None]"),
     "output of the state before": (
         KERNEL,
-        "ct.sum(h * c_tile[None, :], axis=1)",
-        "ct.sum((h - (step * x_tile)[:, None] * b_tile[None, :]) * c_tile[None, :], axis=1)",
+        "ct.sum(h_tile * c_tile[None, :], axis=1)",
+        "ct.sum((h_tile - (step * x_tile)[:, None] * b_tile[None, :]) * c_tile[None, :], axis=1)",
     ),
-    "skip past the gate": (KERNEL, "y = y * silu(", "y = skip * x_tile + (y - skip * x_tile) * silu("),
+    "skip past the gate": (KERNEL, "y = y * silu(", "y = skip[i] * x_tile + (y - skip[i] * x_tile) * silu("),
     "gate without its sigmoid": (KERNEL, "return ct.truediv(v, 1.0 +", "return ct.truediv(v, 1.0 + 0.0 *"),
     "skip of the first head": (KERNEL, "number(d_skip, (head,))", "number(d_skip, (0,))"),
-    "skip of the first rows": (KERNEL, "ct.load(d_skip, (head, p_tile)", "ct.load(d_skip, (head, 0)"),
+    "skip of the first rows": (KERNEL, "load_tile(d_skip, (head, first + i)", "load_tile(d_skip, (head, 0)"),
     "bias of the first head": (KERNEL, "number(dt_bias, (head,))", "number(dt_bias, (0,))"),
     "dt of the first token": (KERNEL, "load_step(dt, row, k, head)", "load_step(dt, row, 0, head)"),
     "slot is the row": (
@@ -404,18 +408,28 @@ MUTATIONS = {
     ),
     "softplus is relu": ("steps", "+ log1p_up_to_one(ct.exp(-ct.abs(v)))", "+ 0.0"),
     "a short series": ("steps", "_ATANH = (1 / 3, 1 / 5,", "_ATANH = (1 / 3, 0 / 5,"),
-    "state not kept": (KERNEL, "store_slot(state, (slot, head, p_tile), h)", "pass"),
+    "x of the first part": (
+        KERNEL,
+        "load_row(array, (row, token, head, first + i), width, fits)",
+        "load_row(array, (row, token, head, first), width, fits)",
+    ),
+    "state of the first part": (
+        KERNEL,
+        "load_tile(state, (slot, head, first + i, 0)",
+        "load_tile(state, (slot, head, first, 0)",
+    ),
+    "state not kept": (KERNEL, "store_slot(state, (slot, head, first), h, PARTS, FITS)", "pass"),
 }
 
 
 def suite() -> None:
-    sizes = Sizes(batch=2, tokens=2, heads=4, head_size=8, groups=2, state_size=16)
-    with (
-        interpreter.interpret(),
-        backend.override(StateUpdateConfig(tile_elements=64, warps=4, min_blocks=1)),
-    ):
-        assert_exact(draw(sizes, FP32), Options(limit=(0.6, 1.0)))
-        inputs = draw(sizes, FP32, missing=("z",), d_per_row=True)
+    # With 16-bit states two blocks to a head, each of two tiles.
+    sizes = Sizes(batch=2, tokens=2, heads=4, head_size=64, groups=2, state_size=16)
+    config = StateUpdateConfig(tile_elements=512, warps=1, min_blocks=1)
+    with interpreter.interpret(), backend.override(config), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "_unchecked_loads", lambda: True)
+        assert_exact(draw(sizes._replace(head_size=8), FP32), Options(limit=(0.6, 1.0)))
+        inputs = draw(sizes, FP32, BF16, missing=("z",), d_per_row=True)
         inputs["state_indices"] = torch.tensor([3, 1])
         assert_exact(inputs)
 
@@ -450,6 +464,13 @@ def test_a_broken_kernel_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) 
 )
 def test_rows_of_a_block(heads: int, p: int, tile_n: int, element_size: int, expected: int) -> None:
     assert StateUpdateConfig().tile_p(heads, p, tile_n, element_size) == expected
+
+
+def test_tiles_of_a_block() -> None:
+    config = StateUpdateConfig()
+    assert config.parts(64, 128, 2, True) == 2 and config.parts(64, 128, 4, True) == 1
+    # Threads without 16 bytes each, and tiles across a border, are one.
+    assert config.parts(16, 128, 2, True) == 1 and config.parts(64, 128, 2, False) == 1
 
 
 def test_calls_of_one_form_share_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -526,7 +547,8 @@ def test_it_compiles_and_spills_nothing() -> None:
 
     with ThreadPoolExecutor(2) as pool:
         codes = dict(zip(jobs, pool.map(compile_one, jobs), strict=True))
-    assert {key: code.stack for key, code in codes.items() if code.stack and key[1] == "sm_90"} == {}
+    # One register or two where a fourth block to a multiprocessor is worth more.
+    assert {key: code.stack for key, code in codes.items() if code.stack > 8 and key[1] == "sm_90"} == {}
     many, one = codes["many", "sm_90"], codes["one", "sm_90"]
     # Four blocks of 256 threads to a multiprocessor of 65536 registers; no warps of the compiler's own.
     assert many.registers <= 64 and one.registers <= 64

@@ -1,6 +1,7 @@
 """The decoding step of the cutile backend: one launch, laid out once for all calls of a form. No maths."""
 
 import contextlib
+import functools
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 
 from tilegym_mamba2.forms import form_of_step
 
+from .availability import find_tileiras, tileiras_facts
 from .kernels import state_update as _kernels
 from .launch import Step, hinted, needs_wide, run_plan
 
@@ -30,13 +32,16 @@ class StateUpdateConfig:
     min_blocks: int = 528
     # 8 halve what a thread holds: 60 registers at 8192 elements, with 4 it is 128.
     warps: int = 8
+    # Blocks to a multiprocessor, for states of 4 bytes and of 2.
     occupancy: int = 4
+    occupancy_16bit: int = 3
+    # Tiles that a block of a 16-bit state is cut into: with two, all of its loads come before any use.
+    parts_16bit: int = 2
 
     def tile_p(self, heads: int, head_size: int, tile_n: int, element_size: int) -> int:
         """Rows of the state that a block takes; `heads` counts those of all rows of the batch."""
         tile = max(1, min(_ceil_power(head_size), self.tile_elements // tile_n))
-        # 16 bytes for every thread.
-        smallest = max(1, 32 * self.warps * 16 // element_size // tile_n)
+        smallest = self._smallest(tile_n, element_size)
         # P 80 is five tiles of 16, and not two of 64.
         while tile > smallest and -head_size % tile * 8 > head_size:
             tile //= 2
@@ -44,15 +49,34 @@ class StateUpdateConfig:
             tile //= 2
         return tile
 
-    def hints(self, state: torch.Tensor, tile_n: int) -> tuple[tuple[str, int], ...]:
+    def parts(self, tile_p: int, tile_n: int, element_size: int, fits: bool) -> int:
+        """Tiles that a block of `tile_p` rows is cut into."""
+        parts = self.parts_16bit if fits and element_size == 2 else 1
+        return max(1, min(parts, tile_p // self._smallest(tile_n, element_size)))
+
+    def hints(
+        self, state: torch.Tensor, tile_n: int, fits: bool, tokens: int = 1
+    ) -> tuple[tuple[str, int], ...]:
         """Compiler hints; fewer blocks to a multiprocessor where threads would have to spill registers."""
         ragged, wide = state.shape[3] != tile_n, tile_n > 128
-        occupancy = self.occupancy
+        occupancy = self.occupancy if state.element_size() == 4 else self.occupancy_16bit
         if (ragged and wide) or state.stride(3) != 1:
             occupancy = min(occupancy, 2)
-        elif ragged or wide or state.element_size() == 2:
+        elif wide or not fits or tokens > 1:
             occupancy = min(occupancy, 3)
         return (("num_worker_warps", self.warps), ("occupancy", occupancy))
+
+    def _smallest(self, tile_n: int, element_size: int) -> int:
+        """Rows that give every thread 16 bytes."""
+        return max(1, 32 * self.warps * 16 // element_size // tile_n)
+
+
+@functools.cache
+def _unchecked_loads() -> bool:
+    """Whether the compiler takes loads without a bounds check."""
+    path = find_tileiras()
+    version = tileiras_facts(path)[0] if path else None
+    return version is not None and tuple(int(part) for part in version.split(".")[:2]) >= (13, 4)
 
 
 def _ceil_power(value: int) -> int:
@@ -196,14 +220,17 @@ def _make_plan(tensors: tuple[torch.Tensor | None, ...], dt_softplus: bool) -> _
     tile_n = _ceil_power(state_size)
     tile_p = config.tile_p(batch * heads, head_size, tile_n, state.element_size())
     p_tiles = -(-head_size // tile_p)
+    fits = tile_n == state_size and head_size % tile_p == 0 and _unchecked_loads()
+    parts = config.parts(tile_p, tile_n, state.element_size(), fits)
+    tokens = x.shape[1] if x.ndim == 4 else 1
     kind = _kernels.NO_SKIP
     if d is not None:
         kind = _kernels.SKIP_PER_HEAD if d.ndim == 1 else _kernels.SKIP_PER_ROW
     others = (z is not None, dt_bias is not None, state_indices is not None, dt_softplus)
     wide = needs_wide(tensors)
     step = Step(
-        hinted(_kernels.state_update, wide, config.hints(state, tile_n)),
+        hinted(_kernels.state_update, wide, config.hints(state, tile_n, fits, tokens)),
         (batch * heads * p_tiles,),
-        ((heads, heads // groups, p_tiles), tile_p, tile_n, (kind, *others)),
+        ((heads, heads // groups, p_tiles, parts, fits), tile_p // parts, tile_n, (kind, *others)),
     )
     return _Plan(step, dt_softplus, _override, wide)
