@@ -5,6 +5,7 @@ import csv
 import dataclasses
 import functools
 import json
+import math
 import multiprocessing
 import sys
 import time
@@ -16,9 +17,22 @@ import typer
 from typer.testing import CliRunner
 
 import tilegym_mamba2  # noqa: F401  registers the ops
-from tilegym_mamba2.bench import cli, environment, measure, peers, plots, pool, report, roofline, timing, tune
+from tilegym_mamba2.bench import (
+    cli,
+    environment,
+    mamba,
+    measure,
+    passes,
+    peers,
+    plots,
+    pool,
+    report,
+    roofline,
+    timing,
+    tune,
+)
 from tilegym_mamba2.bench.pool import run_in_processes
-from tilegym_mamba2.spec import SPECS
+from tilegym_mamba2.spec import SPECS, Mamba2ScanSpec, Mamba2StepSpec
 
 CPU = torch.device("cpu")
 CEILINGS = roofline.Ceilings(copy_gbs=4000.0, matrix_tflops=700.0)
@@ -43,15 +57,21 @@ class Fake(peers.Backend):
         super().__init__(name)
         self.factor, self.pause, self.reason = factor, pause, reason
 
-    def status(self, pass_name):
+    def lacks(self, spec, pass_name):
+        return ""
+
+    def status(self, pass_name, op=passes.CHUNK_OP):
         return not self.reason, self.reason
 
     def _function(self, op):
         function = peers.Backend("torch")._function(op)
 
-        def call(*args):
+        def call(*args, **kwargs):
             time.sleep(self.pause)
-            return tuple(t * self.factor for t in function(*args))
+            results = function(*args, **kwargs)
+            if isinstance(results, torch.Tensor):
+                return results * self.factor
+            return tuple(t if t is None else t * self.factor for t in results)
 
         return call
 
@@ -184,7 +204,7 @@ def test_published_benchmark_has_the_published_counts():
 def test_backward_counts_its_own_tensors_and_both_passes_add_up():
     spec = SPECS["aligned"]
     tensors = {"x": torch.empty(3, 5, dtype=torch.bfloat16), "dx": torch.empty(7), "chunk_size": 64}
-    forward, backward, both = (roofline.work(spec, name, tensors) for name in peers.PASSES)
+    forward, backward, both = (roofline.work(spec, name, tensors) for name in passes.PASS_NAMES)
     assert backward[2] == both[2] == 30 + 28
     assert both[0] == forward[0] + backward[0]
     assert 2 * forward[0] < backward[0] < 4 * forward[0]
@@ -216,12 +236,24 @@ def test_a_group_times_every_backend_in_one_run():
     assert rows[1]["budgets"]["out"] == pytest.approx(measure.PEER_SLACK * rows[2]["budgets"]["out"])
 
 
-@pytest.mark.parametrize("pass_name", list(peers.PASSES))
+@pytest.mark.parametrize("pass_name", passes.PASS_NAMES)
 def test_every_pass_checks_all_its_outputs(pass_name):
     (row,) = run_group(peers.Backend("torch"), pass_name=pass_name)
     assert row["status"] == "ok", row["reason"]
-    assert set(row["errors"]) == {name for op in peers.PASSES[pass_name] for name in peers.OUTPUTS[op]}
+    assert set(row["errors"]) == set(passes.outputs_of(SPECS["aligned"], pass_name))
     json.dumps(row)
+
+
+def test_float64_results_are_no_bytes_that_a_pass_moves():
+    spec = SPECS["aligned"]
+    inputs = spec.get_sample_inputs(with_reference=False, device="cpu")
+    backward = passes.outputs_of(spec, "backward")
+    gradients = [inputs[name[1:]] for name in backward]
+    rows = [
+        run_group(peers.Backend("torch"), pass_name="backward", check=check)[0] for check in (True, False)
+    ]
+    expected = roofline.tensor_bytes(inputs) + roofline.tensor_bytes(gradients)
+    assert [row["bytes"] for row in rows] == [expected] * 2
 
 
 def test_forward_and_backward_go_through_autograd(monkeypatch):
@@ -257,7 +289,7 @@ def test_without_the_check_there_is_no_speed_up():
 def test_a_backend_that_cannot_run_or_fails_says_why_and_the_others_go_on():
     class Broken(Fake):
         def _function(self, op):
-            def call(*args):
+            def call(*args, **kwargs):
                 raise ValueError("num_tokens must be divisible\nsecond line")
 
             return call
@@ -472,7 +504,10 @@ def test_bench_command_writes_resumes_and_remakes(app, tmp_path):
     ("arguments", "message"),
     [
         (("--spec", "nope"), "no spec 'nope'"),
-        (("--spec", "gated"), "gated: a spec of mamba2_chunk_scan, which has no bench"),
+        (
+            ("--spec", "decode-1", "--pass", "both"),
+            "decode-1 is a spec of mamba2_state_update, which has forward",
+        ),
         (("--tag", "nope"), "unknown tag"),
         (("--pass", "sideways"), "forward"),
         (("--resume",), "needs --json"),
@@ -599,6 +634,265 @@ def test_memory_of_a_backward_is_told_by_its_operands():
 def test_nothing_to_plot_is_said():
     with pytest.raises(ValueError, match="nothing to plot"):
         plots.write(sample_rows({"cutile": None}), "unused")
+
+
+# --- the scan and the step -----------------------------------------------------------------------
+
+
+SCAN = Mamba2ScanSpec(
+    1, 40, 1, 2, 16, 8, 16, torch.bfloat16, torch.float32, decay="slow", gated=True, raw_dt=True
+)
+PACKED = dataclasses.replace(SCAN, num_sequences=3, stateless=True)
+STEP = Mamba2StepSpec(3, 1, 2, 4, 16, 8, 1, torch.bfloat16, torch.float32, decay="slow", num_slots=5)
+OTHERS = {"scan": SCAN, "packed": PACKED, "step": STEP}
+TORCH = peers.Backend("torch")._function
+
+
+def measure_other(name, *backends, pass_name="forward", **changes):
+    spec = dataclasses.replace(OTHERS[name], **changes)
+    return measure.measure_group(
+        name, spec, pass_name, backends, device=CPU, ceilings=CEILINGS, env=ENV, seconds=0.02
+    )
+
+
+@pytest.mark.parametrize("pass_name", passes.PASS_NAMES)
+@pytest.mark.parametrize("name", ["scan", "packed"])
+def test_a_scan_is_checked_in_all_that_there_is(name, pass_name):
+    (row,) = measure_other(name, peers.Backend("torch"), pass_name=pass_name)
+    assert row["status"] == "ok", row["reason"]
+    assert row["op"] == passes.SCAN_OP
+    absent = {"dinit_state"} if name == "packed" else set()
+    assert set(row["errors"]) == set(passes.outputs_of(SCAN, pass_name)) - absent
+    json.dumps(row)
+
+
+def test_a_step_is_timed_on_its_own_states():
+    first, second = measure_other("step", Fake("cutile"), peers.Backend("torch"))
+    assert (first["status"], second["status"]) == ("ok", "ok"), (first["reason"], second["reason"])
+    assert set(first["errors"]) == {"out", "final_state"} and first["errors"] == second["errors"]
+    assert first["variant"] == "1 token" and first["bytes"] == STEP.bytes_moved()
+
+    inputs = STEP.get_sample_inputs(with_reference=False, device="cpu")
+    before = inputs["state"].clone()
+    (variant,) = peers.Backend("torch").variants(STEP, "forward")
+    calls = [variant.make(inputs), variant.make(inputs)]
+    (out, state), (again, other) = (call() for call in calls)
+    assert torch.equal(out, again) and torch.equal(state, other) and torch.equal(inputs["state"], before)
+    later, _ = calls[0]()
+    assert not torch.equal(later, out) and not torch.equal(state, other)
+
+
+def test_states_that_leave_their_range_are_told():
+    class Growing(Fake):
+        def variants(self, spec, pass_name):
+            (variant,) = super().variants(spec, pass_name)
+
+            def make(inputs):
+                call = variant.make(inputs)
+                count = iter(range(10**6))
+                return lambda: (lambda r: r if next(count) < 2 else (r[0], r[1] * torch.inf))(call())
+
+            return [dataclasses.replace(variant, make=make)]
+
+    row = {"op": passes.STEP_OP, "note": "x"}
+    (variant,) = Growing("cutile").variants(STEP, "forward")
+    call = variant.make(STEP.get_sample_inputs(with_reference=False, device="cpu"))
+    measure._check_states(row, [call])
+    assert row["note"] == "x"
+    call(), measure._check_states(row, [call])
+    assert row["note"] == "x; states are no longer finite after timing"
+
+
+def test_inputs_that_stay_in_the_cache_are_told(monkeypatch):
+    inputs = {"x": torch.zeros(1 << 18)}
+    for mib, sets, note in ((1, 1, ""), (4, 9, ""), (60, 16, "16 sets, 16 MiB of 60 MiB")):
+        properties = SimpleNamespace(L2_cache_size=mib << 20)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, p=properties: p)
+        found, text = measure._input_sets(inputs, CPU)
+        assert len(found) == sets and text.endswith(note) and bool(text) == bool(note)
+
+
+def test_backends_without_an_op_are_unsupported_and_no_worse():
+    rows = measure_other("scan", peers.Backend("torch"), peers.TileGym())
+    assert [row["status"] for row in rows] == ["ok", "unsupported"]
+    assert rows[1]["reason"] == "mamba2_chunk_scan has no backend 'tilegym'; it has cutile, torch"
+    assert any("unsupported: mamba2_chunk_scan" in note for note in report.notes(rows))
+    backends = [peers.Backend("torch"), peers.TileGym()]
+    assert measure.complete(rows, "scan", SCAN, "forward", backends, ENV)
+
+
+# A stand-in for mamba_ssm: the torch backend behind its signatures, and what they do not take is refused.
+
+
+def mamba_scan(
+    x, dt, A, B, C, chunk, D=None, z=None, dt_bias=None, initial_states=None, seq_idx=None, cu_seqlens=None,
+    dt_softplus=False, dt_limit=(0.0, math.inf),
+    return_final_states=False, return_varlen_states=False,
+):  # fmt: skip
+    assert (cu_seqlens is not None) == return_varlen_states
+    if seq_idx is not None:
+        assert seq_idx.shape == x.shape[:2] and seq_idx.dtype == torch.int32 and initial_states is None
+        counts = torch.bincount(seq_idx[0].long(), minlength=3)
+        borders = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
+        if cu_seqlens is not None:
+            assert torch.equal(borders, cu_seqlens)
+    else:
+        borders = None
+    options = {"d": D, "z": z, "dt_bias": dt_bias, "init_state": initial_states, "cu_seqlens": borders}
+    found = TORCH(passes.SCAN_OP)(
+        x, dt, A, B, C, **options, dt_softplus=dt_softplus, dt_limit=dt_limit, chunk_size=chunk
+    )
+    return found if return_final_states or return_varlen_states else found[0]
+
+
+def mamba_scan_fwd(x, dt, A, B, C, chunk, D=None, z=None, **keywords):
+    before = mamba_scan(x, dt, A, B, C, chunk, D=D, **keywords)
+    return (before if z is None else before * torch.nn.functional.silu(z)), (None if z is None else before)
+
+
+def mamba_scan_bwd(dout, x, dt, A, B, C, out, chunk, dfinal_states=None, **keywords):
+    tensors = {"x": x, "dt": dt, "A": A, "B": B, "C": C}
+    tensors |= {k: keywords.pop(k) for k in ("D", "z", "dt_bias", "initial_states") if k in keywords}
+    leaves = {k: v.detach().requires_grad_() for k, v in tensors.items()}
+    with torch.enable_grad():
+        assert torch.allclose(out, mamba_scan(**leaves | {"z": None}, chunk=chunk, **keywords), atol=0.1)
+        results = mamba_scan(**leaves, chunk=chunk, return_final_states=True, **keywords)
+        pairs = [(r, g) for r, g in zip(results, (dout, dfinal_states), strict=True) if g is not None]
+        grads = torch.autograd.grad([r for r, _ in pairs], list(leaves.values()), [g for _, g in pairs])
+    found = dict(zip(leaves, grads, strict=True))
+    order = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_states")
+    return (*map(found.get, order), "more")
+
+
+def mamba_step(
+    state, x, dt, A, B, C, D=None, z=None, dt_bias=None, dt_softplus=False, state_batch_indices=None
+):
+    rows = x.shape[1:]
+    assert dt.shape == x.shape and A.shape == (*rows, state.shape[-1]) and dt_bias.shape == D.shape == rows
+    assert A.stride()[1:] == (0, 0) and dt.stride(-1) == dt_bias.stride(-1) == 0
+    return TORCH(passes.STEP_OP)(
+        state, x, dt[..., 0], A[:, 0, 0], B, C, d=D, z=z, dt_bias=dt_bias[:, 0], dt_softplus=dt_softplus,
+        state_indices=state_batch_indices,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def mamba_ssm(monkeypatch):
+    module = SimpleNamespace(
+        mamba_chunk_scan_combined=mamba_scan,
+        _mamba_chunk_scan_combined_fwd=mamba_scan_fwd,
+        _mamba_chunk_scan_combined_bwd=mamba_scan_bwd,
+        selective_state_update=mamba_step,
+    )
+    monkeypatch.setattr(mamba, "triton_module", lambda name: module)
+    monkeypatch.setattr(peers.MambaSsm, "status", lambda self, pass_name, op="": (True, ""))
+    return peers.MambaSsm((16,))
+
+
+@pytest.mark.parametrize("pass_name", passes.PASS_NAMES)
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("scan", {}),
+        ("scan", {"gated": False, "raw_dt": False, "d_per_row": True}),
+        ("packed", {}),
+        ("packed", {"d_per_row": True}),
+    ],
+    ids=str,
+)
+def test_mamba_gets_the_same_scan(name, changes, pass_name, mamba_ssm):
+    (row,) = measure_other(name, mamba_ssm, pass_name=pass_name, **changes)
+    assert row["status"] == "ok", row["reason"]
+    spec = dataclasses.replace(OTHERS[name], **changes)
+    expected = set(passes.outputs_of(spec, pass_name))
+    expected -= set() if spec.gated else {"dz"}
+    expected -= set() if spec.raw_dt else {"ddt_bias"}
+    if spec.stateless:
+        expected -= {"dinit_state"}
+        told = pass_name == "forward+backward"
+        expected -= {"final_state"} if told else set()
+        assert ("without final states" in row["note"]) == told
+    assert set(row["errors"]) == expected
+
+
+@pytest.mark.parametrize("pass_name", passes.PASS_NAMES)
+def test_mamba_gets_the_same_chunked_forward_and_backward(pass_name, mamba_ssm):
+    (row,) = run_group(mamba_ssm, spec="two-past-a-chunk", pass_name=pass_name)
+    assert row["status"] == "ok", row["reason"]
+    assert set(row["errors"]) == set(passes.outputs_of(SPECS["aligned"], pass_name))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"gated": True, "raw_dt": True}, {"num_slots": 0, "d_per_row": True, "state_dtype": torch.bfloat16}],
+    ids=str,
+)
+def test_mamba_gets_the_same_step(changes, mamba_ssm):
+    (row,) = measure_other("step", mamba_ssm, **changes)
+    assert row["status"] == "ok", row["reason"]
+    assert set(row["errors"]) == {"out", "final_state"}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        ("packed", {"stateless": False}, "no initial states of packed sequences"),
+        ("scan", {"padded": True}, "no lengths of padded rows"),
+        ("step", {"num_tokens": 2}, "one token a row, not 2"),
+    ],
+)
+def test_mamba_lacks_some_options(name, changes, reason, mamba_ssm):
+    (row,) = measure_other(name, mamba_ssm, **changes)
+    assert row["status"] == "unsupported" and reason in row["reason"]
+
+
+def other_rows():
+    rows = sample_rows({"cutile": 100.0, "mamba_ssm": 400.0}, "published-slow", run="p")
+    rows += sample_rows({"cutile": 120.0, "mamba_ssm": 401.0}, "gated", run="g")
+    rows += sample_rows({"cutile": 115.0, "mamba_ssm": None}, "padded", run="x")
+    rows += sample_rows({"cutile": 560.0, "mamba_ssm": 614.0}, "decode-256", run="d")
+    return rows + sample_rows({"cutile": 9.0, "mamba_ssm": 14.0}, "decode-1", run="d1")
+
+
+def test_plots_of_scans_and_steps_have_names_of_their_own(tmp_path):
+    written = plots.write(other_rows(), tmp_path)
+    names = ["layers.png", "roofline.png", "layers-scan.png", "roofline-scan.png"]
+    assert [p.name for p in written] == [*names, "layers-step.png", "bandwidth-step.png"]
+    found = report.groups(other_rows())
+    figure = plots.bandwidth_figure(found[3:])
+    shares = [text.get_text().strip() for text in figure.axes[0].texts]
+    assert shares[0] == f"{SPECS['decode-256'].bytes_moved() / 560e-6 / 1e9 / CEILINGS.copy_gbs:.0%}"
+    assert "step" in figure.get_suptitle() and plots.bandwidth_figure(found[3:], kinds=("eager_us",)) is None
+    plots.plt.close(figure)
+
+
+def test_a_layer_of_another_op_is_no_part_of_a_sweep_over_tokens():
+    found = report.groups(other_rows())
+    assert plots._sweep(found) is None
+    gated = sample_rows({"cutile": 1.0}, "gated")
+    for row in gated:
+        row["fields"] |= {"num_tokens": 8192}
+    assert plots._sweep([*found, gated])[1] == [found[1], gated]
+
+
+def test_bench_command_takes_scans_and_steps(app, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    common = ("bench", "--backend", "torch", "--device", "cpu", "--seconds", "0.02", "--json", file)
+    first = invoke(app, *common, "--spec", "step-layer-pool,scan-gated")
+    assert first.exit_code == 0, first.output
+    rows = report.load_rows(file)
+    assert [(r["spec"], r["op"], r["status"]) for r in rows] == [
+        ("step-layer-pool", passes.STEP_OP, "ok"),
+        ("scan-gated", passes.SCAN_OP, "ok"),
+    ]
+    again = invoke(app, *common, "--spec", "step-layer-pool,scan-gated", "--resume", "--table", "none")
+    assert again.exit_code == 0 and report.load_rows(file) == rows
+    table = tmp_path / "rows.csv"
+    remade = invoke(app, "bench", "--from", file, "--table", "markdown", "--subject", "torch", "--csv", table)
+    assert remade.exit_code == 0, remade.output
+    assert "| `step-layer-pool` | 3 | 1 | 4 | 16 | 2 | 32 |" in remade.output
+    with table.open() as opened:
+        assert [line["fields.num_slots"] for line in csv.DictReader(opened)] == ["7", ""]
 
 
 # --- tuning --------------------------------------------------------------------------------------

@@ -269,8 +269,9 @@ LAYER = {"gated": True, "raw_dt": True, "d_per_row": True}
         (SCAN, {"num_sequences": 3}, "num_sequences needs batch_size=1 and padded=False, got batch_size=2"),
         (SCAN, {"num_tokens": -1}, "num_tokens must be an integer of at least 0, got -1"),
         (STEP, {"num_slots": 2}, "num_slots must be 0 or at least batch_size, got num_slots=2, batch_size=3"),
-        (STEP, {"num_tokens": 0}, "a step needs num_tokens of at least 1 and no num_sequences or padded"),
-        (STEP, {"padded": True}, "a step needs num_tokens of at least 1 and no num_sequences or padded"),
+        (STEP, {"num_tokens": 0}, "a step needs num_tokens of at least 1 and no num_sequences, padded"),
+        (STEP, {"padded": True}, "a step needs num_tokens of at least 1 and no num_sequences, padded"),
+        (STEP, {"stateless": True}, "a step needs num_tokens of at least 1 and no num_sequences, padded"),
     ],
 )
 def test_impossible_specs_of_other_ops(spec: Mamba2ScanSpec, changes: dict, message: str) -> None:
@@ -338,6 +339,21 @@ def test_sequences_fill_the_tokens_with_all_lengths() -> None:
     assert padded[0] == 48 and padded.min() >= 0 and len(padded.unique()) > 3
 
 
+def test_a_stateless_problem_starts_from_zero_and_has_no_gradient_of_its_states() -> None:
+    spec = replace(SCAN, batch_size=1, num_sequences=3, state_dtype=torch.bfloat16)
+    whole = spec.get_sample_inputs(device="cpu")
+    stateless = replace(spec, stateless=True)
+    inputs = stateless.get_sample_inputs(device="cpu")
+    assert whole.keys() - inputs.keys() == {"init_state", "dfinal_state"}
+    assert inputs["dinit_state"] is None and inputs["state_dtype"] == torch.bfloat16
+    values = {name: inputs[name] for name in ("x", "dt", "a", "b", "c", "d", "cu_seqlens", "chunk_size")}
+    for name, expected in zip(("out", "final_state"), scan_oracle.scan(**values), strict=False):
+        assert torch.allclose(inputs[name], expected, rtol=1e-11, atol=1e-11), name
+    gradients = scan_oracle.gradients(values, inputs["dout"], None)
+    assert torch.allclose(inputs["dx"], gradients["x"], rtol=1e-10, atol=1e-10)
+    assert spec.bytes_moved() - stateless.bytes_moved() == 3 * 4 * 8 * 16 * 2
+
+
 def test_an_option_shifts_no_bit_of_the_other_inputs() -> None:
     plain = forward_inputs(BASE)
     layer = forward_inputs(Mamba2ScanSpec(**vars(BASE), gated=True))
@@ -365,7 +381,7 @@ def test_work_of_steps_and_gates() -> None:
 def test_ids_of_other_ops_tell_specs_apart() -> None:
     variants = [BASE, SCAN, STEP, replace(STEP, num_slots=5), replace(SCAN, padded=True)]
     variants += [replace(SCAN, batch_size=1, num_sequences=n) for n in (0, 1, 2)]
-    variants += [replace(SCAN, **{name: True}) for name in LAYER]
+    variants += [replace(SCAN, **{name: True}) for name in (*LAYER, "stateless")]
     assert len({spec.id for spec in variants}) == len(variants)
 
 

@@ -43,7 +43,7 @@ class OpCall:
         return (*found, options_of(found, *settings, inputs.get("state_dtype")))
 
     def call(self, inputs: Inputs, backend: str) -> dict[str, torch.Tensor]:
-        results = getattr(tilegym.ops, self.op)(**self._arguments(inputs), backend=backend)
+        results = getattr(tilegym.ops, self.op)(**self.arguments(inputs), backend=backend)
         if self.op == "mamba2_state_update":
             return {"out": results, "final_state": inputs["state"]}
         return dict(zip(("out", "final_state"), results, strict=True))
@@ -52,7 +52,7 @@ class OpCall:
         """The inputs, with copies of what a call overwrites."""
         return dict(inputs) | {name: inputs[name].clone() for name in self.in_place}
 
-    def _arguments(self, inputs: Inputs) -> dict[str, Any]:
+    def arguments(self, inputs: Inputs) -> dict[str, Any]:
         """The inputs that are arguments; a spec's other entries are references and their gradients."""
         others = ("chunk_size", "dt_softplus", "dt_limit", "state_dtype")
         return {name: inputs[name] for name in (*self.tensors, *others) if name in inputs}

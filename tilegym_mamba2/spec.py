@@ -208,8 +208,7 @@ class Mamba2ProblemSpec:
         draw = _Draw(self.seed, device if self.drawn_on_device else torch.device("cpu"))
         inputs = self._draw_forward(draw)
         if with_backward:
-            for name, dtype in (("dout", self.dtype), ("dfinal_state", self.state_dtype)):
-                inputs[name] = draw.normal(name, self.shapes[name]).to(dtype)
+            inputs |= self._draw_backward(draw)
         inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
         if self.layout == "sliced":
             inputs |= _slice_of_projection(inputs)
@@ -224,6 +223,10 @@ class Mamba2ProblemSpec:
 
     def _reference(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor | None]:
         return float64_reference(inputs)
+
+    def _draw_backward(self, draw: "_Draw") -> dict[str, torch.Tensor]:
+        dtypes = {"dout": self.dtype, "dfinal_state": self.state_dtype}
+        return {name: draw.normal(name, self.shapes[name]).to(dtype) for name, dtype in dtypes.items()}
 
     def _draw_forward(self, draw: "_Draw") -> dict[str, torch.Tensor]:
         shapes = self.shapes
@@ -339,6 +342,7 @@ class Mamba2ScanSpec(Mamba2ProblemSpec):
         num_sequences: packed in so many sequences of random length, which fill T; batch_size is 1 then.
             0: not packed.
         padded: whether rows have random lengths; the first one is whole.
+        stateless: as in training: no init_state, and no gradient comes through final_state.
     """
 
     op: ClassVar[str] = "mamba2_chunk_scan"
@@ -348,6 +352,7 @@ class Mamba2ScanSpec(Mamba2ProblemSpec):
     d_per_row: bool = False
     num_sequences: int = 0
     padded: bool = False
+    stateless: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -361,7 +366,9 @@ class Mamba2ScanSpec(Mamba2ProblemSpec):
     @property
     def id(self) -> str:
         parts = [super().id]
-        parts += [name for name in ("gated", "raw_dt", "d_per_row", "padded") if getattr(self, name)]
+        parts += [
+            name for name in ("gated", "raw_dt", "d_per_row", "padded", "stateless") if getattr(self, name)
+        ]
         parts += [f"S{self.num_sequences}"] * (self.num_sequences != 0)
         return "-".join(["scan", *parts])
 
@@ -381,12 +388,14 @@ class Mamba2ScanSpec(Mamba2ProblemSpec):
         return shapes
 
     def bytes_moved(self) -> int:
-        """As of the forward, and the gate read once."""
+        """As of the forward, and the gate read once; without an init_state, no state is read."""
         gate = self.batch_size * self.num_tokens * self.num_heads * self.head_size * self.dtype.itemsize
-        return super().bytes_moved() + gate * self.gated
+        states = math.prod(self.shapes["init_state"]) * self.state_dtype.itemsize
+        return super().bytes_moved() + gate * self.gated - states * self.stateless
 
     def _settings(self) -> dict[str, Any]:
-        return super()._settings() | {"dt_softplus": self.raw_dt}
+        settings = super()._settings() | {"dt_softplus": self.raw_dt}
+        return settings | ({"state_dtype": self.state_dtype} if self.stateless else {})
 
     def _reference(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor | None]:
         return float64_scan_reference(inputs)
@@ -405,10 +414,18 @@ class Mamba2ScanSpec(Mamba2ProblemSpec):
             inputs["dt"] = raw.to(self.step_dtype)
         if self.num_sequences:
             inputs["cu_seqlens"] = self._draw_borders(draw)
+        if self.stateless:
+            del inputs["init_state"]
         if self.padded:
             lengths = (draw.uniform("lengths", (self.batch_size,)) * (self.num_tokens + 1)).int()
             lengths[0] = self.num_tokens
             inputs["seq_lens"] = lengths
+        return inputs
+
+    def _draw_backward(self, draw: "_Draw") -> dict[str, torch.Tensor]:
+        inputs = super()._draw_backward(draw)
+        if self.stateless:
+            del inputs["dfinal_state"]
         return inputs
 
     def _draw_borders(self, draw: "_Draw") -> torch.Tensor:
@@ -440,10 +457,11 @@ class Mamba2StepSpec(Mamba2ScanSpec):
                 "num_slots must be 0 or at least batch_size, "
                 f"got num_slots={self.num_slots}, batch_size={self.batch_size}"
             )
-        if self.num_tokens < 1 or self.num_sequences or self.padded:
+        if self.num_tokens < 1 or self.num_sequences or self.padded or self.stateless:
             raise ValueError(
-                "a step needs num_tokens of at least 1 and no num_sequences or padded, "
-                f"got num_tokens={self.num_tokens}, num_sequences={self.num_sequences}, padded={self.padded}"
+                "a step needs num_tokens of at least 1 and no num_sequences, padded or stateless, "
+                f"got num_tokens={self.num_tokens}, num_sequences={self.num_sequences}, "
+                f"padded={self.padded}, stateless={self.stateless}"
             )
 
     @property

@@ -188,6 +188,10 @@ def _scans() -> Iterator[tuple[str, Fields, str]]:
     row = published | {"batch_size": 1, "num_tokens": 65536}
     yield "packed-64k", row | {"num_sequences": 200}, "scan"
     yield "packed-64k-gated", row | _LAYER | {"num_sequences": 200}, "scan"
+    # What mamba_ssm computes too: its packed sequences start from zero.
+    training = row | {"num_sequences": 200, "stateless": True}
+    yield "packed-64k-training", training, "scan"
+    yield "packed-64k-gated-training", training | _LAYER, "scan"
     yield "padded", published | _LAYER | {"padded": True}, "scan"
 
 

@@ -82,7 +82,10 @@ def bench(
         typer.Option(help="NAME=VERSION of a package used from a source tree without metadata; repeatable."),
     ] = None,
 ) -> None:
-    """Measure backends side by side: parity with float64 first, then time, memory, share of the floor."""
+    """Measure backends side by side: parity with float64 first, then time, memory, share of the floor.
+
+    A spec's op is what is measured: the forward and its backward, the full scan, or the decoding step.
+    """
     from rich.console import Console
 
     from . import report
@@ -106,10 +109,12 @@ def bench(
         except (OSError, ValueError) as error:
             raise typer.BadParameter(str(error)) from error
     else:
+        specs, passes = _specs(spec, tag, device), _passes(pass_)
+        _refuse_unknown_passes(specs, passes)
         rows = _measure(
-            specs=_specs(spec, tag, device),
+            specs=specs,
             backend_names=_split(backend),
-            passes=_passes(pass_),
+            passes=passes,
             device_name=device,
             seconds=seconds,
             peer_options={
@@ -155,6 +160,18 @@ def bench(
 
     if not from_ and any(r["status"] in ("red", "failed") and r["backend"] in OWN_BACKENDS for r in rows):
         raise typer.Exit(1)
+
+
+def _refuse_unknown_passes(specs: dict[str, Any], passes: list[str]) -> None:
+    from .passes import PASSES
+
+    for name, spec in specs.items():
+        for pass_name in passes:
+            if pass_name not in PASSES[spec.op]:
+                has = ", ".join(PASSES[spec.op])
+                raise typer.BadParameter(
+                    f"--pass {pass_name}: {name} is a spec of {spec.op}, which has {has}"
+                )
 
 
 def _refuse_unknown_backends(names: list[str]) -> None:
@@ -280,6 +297,8 @@ def tune(
     results: list[tuner.TuneResult] = []
     failures = 0
     specs = _specs(spec, tag, str(where))
+    if others := [name for name, one in specs.items() if one.op != "mamba2_chunk_forward"]:
+        raise typer.BadParameter(f"{', '.join(others)}: a spec of {specs[others[0]].op}, which is not tuned")
     with _progress(err) as progress:
         outer = progress.add_task("specs", total=len(specs))
         inner = progress.add_task("")
@@ -377,19 +396,16 @@ def _specs(names: list[str] | None, tags: list[str] | None, device: str | None) 
             raise typer.BadParameter("no spec has these tags")
         name = "published" if _device(device).type == "cuda" else "cpu"
         chosen = {name: SPECS[name]}
-    # Their inputs would fit in part, and another op would be measured.
-    if others := [name for name, spec in chosen.items() if spec.op != "mamba2_chunk_forward"]:
-        raise typer.BadParameter(f"{', '.join(others)}: a spec of {chosen[others[0]].op}, which has no bench")
     return chosen
 
 
 def _passes(values: list[str] | None) -> list[str]:
-    from .peers import PASSES
+    from .passes import PASS_NAMES
 
     passes: list[str] = []
     for value in _split(values) or ["forward"]:
-        if value != "both" and value not in PASSES:
-            raise typer.BadParameter(f"--pass is {', '.join(PASSES)} or both, got {value!r}")
+        if value != "both" and value not in PASS_NAMES:
+            raise typer.BadParameter(f"--pass is {', '.join(PASS_NAMES)} or both, got {value!r}")
         passes += ["forward", "backward"] if value == "both" else [value]
     return list(dict.fromkeys(passes))
 

@@ -86,7 +86,9 @@ def code_hash() -> str:
     root = Path(tilegym_mamba2.__file__).parent
     digest = hashlib.sha256()
     backends = root / "backends"
-    paths = [root / "ops.py", root / "validate.py", *backends.rglob("*.py"), *backends.rglob("*.json")]
+    paths = [*backends.rglob("*.py"), *backends.rglob("*.json")]
+    for pattern in ("ops*.py", "validate*.py", "auto*.py", "forms.py", "options.py", "registry.py"):
+        paths += root.glob(pattern)
     for path in sorted(paths):
         digest.update(os.fsencode(path.relative_to(root)))
         digest.update(path.read_bytes())

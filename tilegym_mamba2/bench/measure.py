@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from . import roofline, timing
-from .peers import OUTPUTS, OWN_BACKENDS, PASSES, Backend, Results, Search, Variant
+from .passes import OUTPUTS, PASSES, STEP_OP, outputs_of
+from .peers import OWN_BACKENDS, Backend, Results, Search, Variant
 from .roofline import Ceilings
 
 SCHEMA = 1
@@ -42,7 +43,10 @@ class _Lane:
 
 
 def new_row(name: str, spec: Any, pass_name: str, backend: str, run: str, env: Mapping[str, Any]) -> Row:
-    """A row with what is known before anything ran. `status` becomes ok, red, unavailable or failed."""
+    """A row with what is known before anything ran. `status` becomes ok, red, unsupported or failed.
+
+    "unavailable" is for this machine, "unsupported" for what the backend has not got anywhere.
+    """
     fields = {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec)}
     fields = {
         k: str(v).removeprefix("torch.") if isinstance(v, torch.dtype) else v for k, v in fields.items()
@@ -51,6 +55,7 @@ def new_row(name: str, spec: Any, pass_name: str, backend: str, run: str, env: M
         "schema": SCHEMA,
         "run": run,
         "spec": name,
+        "op": spec.op,
         "fields": fields,
         "pass": pass_name,
         "backend": backend,
@@ -86,7 +91,10 @@ def measure_group(
     rows = {b.name: new_row(name, spec, pass_name, b.name, run, env) for b in backends}
     runnable = []
     for backend in backends:
-        ok, reason = backend.status(pass_name)
+        if missing := backend.lacks(spec, pass_name):
+            rows[backend.name] |= {"status": "unsupported", "reason": missing}
+            continue
+        ok, reason = backend.status(pass_name, spec.op)
         if ok:
             runnable.append(backend)
         else:
@@ -103,7 +111,7 @@ def measure_group(
         _device_alive(device)
         return list(rows.values())
 
-    reference = {k: inputs.pop(k) for k in _output_names(pass_name) if k in inputs}
+    reference = _split_reference(inputs, spec, pass_name)
     lanes: list[_Lane] = []
     nbytes_tensors: dict[str, Any] = {}
     for backend in runnable:
@@ -124,8 +132,11 @@ def measure_group(
     return list(rows.values())
 
 
-def _output_names(pass_name: str) -> list[str]:
-    return [output for op in PASSES[pass_name] for output in OUTPUTS[op]]
+def _split_reference(inputs: dict[str, Any], spec: Any, pass_name: str) -> Results:
+    """Takes all float64 results away from the inputs; returns those of the pass."""
+    known = {output for ops in PASSES[spec.op].values() for op in ops for output in OUTPUTS[op]}
+    found = {k: inputs.pop(k) for k in known & inputs.keys()}
+    return {k: found[k] for k in outputs_of(spec, pass_name) if found.get(k) is not None}
 
 
 def _inputs(spec: Any, pass_name: str, device: torch.device, check: bool) -> dict[str, Any]:
@@ -155,7 +166,7 @@ def _prepare(
             if not tensors:
                 tensors |= {k: v for k, v in inputs.items() if isinstance(v, torch.Tensor)}
                 # shapes only: a results dict kept here would count as memory in use
-                tensors |= {k: torch.empty_like(v, device="meta") for k, v in named.items() if v is not None}
+                tensors |= {k: torch.empty_like(v, device="meta") for k, v in named.items()}
             del results, named, call
         except Exception as error:
             status = "unavailable" if type(error).__name__ == "BackendUnavailable" else "failed"
@@ -188,10 +199,12 @@ def _check(
     errors: dict[str, float] = {}
     budgets: dict[str, float] = {}
     slack = 1.0 if backend in OWN_BACKENDS else PEER_SLACK
-    for op in PASSES[pass_name]:
+    for op in PASSES[spec.op][pass_name]:
         entry = registry.ops().get(op)
         for output in OUTPUTS[op]:
-            if reference.get(output) is None:
+            # A peer's variant says in its note what it does not give.
+            absent = output not in results and backend not in OWN_BACKENDS
+            if output not in reference or absent:
                 continue
             got, ref = results[output], reference[output]
             errors[output] = relative_error(got, ref)
@@ -203,7 +216,7 @@ def _time(
     lanes: list[_Lane], rows: dict[str, Row], inputs: Mapping[str, Any], device: torch.device, seconds: float
 ) -> None:
     on_gpu = device.type == "cuda"
-    sets = _input_sets(inputs, device) if on_gpu else [inputs]
+    sets, cache_note = _input_sets(inputs, device) if on_gpu else ([inputs], "")
     calls: dict[str, list[Callable[[], Any]]] = {}
     for lane in lanes:
         calls[lane.key] = [lane.variant.make(s) for s in sets]
@@ -231,7 +244,7 @@ def _time(
             "budgets": best.budgets or None,
             "first_call_s": round(best.first_call_s, 3),
             "search": best.search.as_data(),
-            "note": best.search.sentence(),
+            "note": "; ".join(filter(None, (best.search.sentence(), best.variant.note, cache_note))),
             "input_sets": len(sets),
         }
         if not on_gpu:
@@ -248,21 +261,35 @@ def _time(
             row["note"] = "; ".join(filter(None, (row["note"], _one_line(error))))
             _device_alive(device)
         row["peak_bytes"], row["scratch_bytes"] = timing.peak_memory(call[0])
+        _check_states(row, call)
         if row["pass"] != "forward":
             row["operand_bytes"] = 2 * roofline.tensor_bytes([inputs[k] for k in ("x", "b", "c", "dt")])
 
 
-def _input_sets(inputs: Mapping[str, Any], device: torch.device) -> list[Mapping[str, Any]]:
+def _check_states(row: Row, calls: Sequence[Callable[[], Any]]) -> None:
+    """Notes that a step, called on its own states again and again, has left their range."""
+    if row["op"] != STEP_OP:
+        return
+    if not all(bool(torch.isfinite(call()[1]).all()) for call in calls):
+        row["note"] = "; ".join(filter(None, (row["note"], "states are no longer finite after timing")))
+
+
+def _input_sets(inputs: Mapping[str, Any], device: torch.device) -> tuple[list[Mapping[str, Any]], str]:
     """Copies of the inputs to rotate among, so many that together they do not stay in the L2 cache.
 
-    A problem that is larger than the cache by itself needs one set.
+    A problem that is larger than the cache by itself needs one set. Small ones would need too many: a note
+    says where they do stay.
     """
     l2 = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)
     one = max(1, roofline.tensor_bytes(inputs))
     if one >= l2:
-        return [inputs]
+        return [inputs], ""
     count = min(MAX_INPUT_SETS, 2 * l2 // one + 1)
-    return [inputs] + [_copy(inputs) for _ in range(count - 1)]
+    note = ""
+    if count * one < l2:
+        total, cache = (f"{size / 2**20:.2g} MiB" for size in (count * one, l2))
+        note = f"inputs stay in the L2 cache: {count} sets, {total} of {cache}"
+    return [inputs] + [_copy(inputs) for _ in range(count - 1)], note
 
 
 def _copy(inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,152 +1,36 @@
-"""What can be measured: this package's backends, TileGym's built-in op and mamba_ssm's Triton kernels.
-
-A backend offers one or more *variants* of a pass (a chunk size of its own choosing); each variant is
-timed and the best one stands for the backend. A variant turns a set of inputs into a callable whose
-results are named as in `OUTPUTS`.
-"""
+"""The peers: TileGym's built-in op and mamba_ssm's Triton kernels, beside the registry's backends."""
 
 import collections
 import contextlib
 import importlib
-import importlib.util
 import itertools
-import sys
 import time
-import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
+from .backend import Backend, Inputs, Results, Search, Variant
+from .mamba import MambaSsm
+from .passes import OUTPUTS, PASSES
 
-FORWARD_OP, BACKWARD_OP = "mamba2_chunk_forward", "mamba2_chunk_backward"
-OUTPUTS: dict[str, tuple[str, ...]] = {
-    FORWARD_OP: ("out", "final_state"),
-    BACKWARD_OP: ("dx", "da", "db", "dc", "dd", "ddt", "dinit_state"),
-}
-PASSES: dict[str, tuple[str, ...]] = {
-    "forward": (FORWARD_OP,),
-    "backward": (BACKWARD_OP,),
-    "forward+backward": (FORWARD_OP, BACKWARD_OP),
-}
+__all__ = [
+    "DEFAULT_BACKENDS",
+    "OUTPUTS",
+    "OWN_BACKENDS",
+    "PASSES",
+    "Backend",
+    "Inputs",
+    "MambaSsm",
+    "Results",
+    "Search",
+    "TileGym",
+    "Variant",
+    "backends",
+    "thin",
+    "thinned_search",
+]
+
 DEFAULT_BACKENDS = ("cutile", "torch", "tilegym", "mamba_ssm")
 OWN_BACKENDS = ("cutile", "torch")
-
-Inputs = Mapping[str, Any]
-Results = dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One way of running a backend: `make(inputs)` gives the callable that is timed."""
-
-    label: str
-    make: Callable[[Inputs], Callable[[], Sequence[torch.Tensor]]]
-    outputs: tuple[str, ...]
-
-    def named(self, results: Sequence[torch.Tensor]) -> Results:
-        return dict(zip(self.outputs, results, strict=True))
-
-
-@dataclass
-class Search:
-    """What a peer searched before its first result: per kernel how many of how many configurations."""
-
-    limit: int | None = None
-    kernels: list[dict[str, Any]] = field(default_factory=list)
-    off: str = ""
-
-    def as_data(self) -> dict[str, Any] | None:
-        if not self.kernels:
-            return None
-        return {"limit": self.limit, "kernels": self.kernels}
-
-    def sentence(self) -> str:
-        if not self.kernels:
-            return self.off
-        tried = sum(k["searched"] for k in self.kernels)
-        total = sum(k["of"] for k in self.kernels)
-        seconds = sum(k["seconds"] for k in self.kernels)
-        how = f"thinned search, at most {self.limit} a kernel" if self.limit else "full search"
-        return f"{how}: {tried} of {total} configurations in {seconds:.0f} s"
-
-
-def _through_autograd(
-    forward: Callable[..., Sequence[torch.Tensor]], inputs: Inputs
-) -> Callable[[], Sequence[torch.Tensor]]:
-    """A call of `forward(x, a, b, c, d, dt, init_state)` and of autograd, as a training step makes them."""
-    leaves = [inputs[k].detach().requires_grad_() for k in ("x", "a", "b", "c", "d", "dt", "init_state")]
-    gradients = (inputs["dout"], inputs["dfinal_state"])
-
-    def call() -> Sequence[torch.Tensor]:
-        results = forward(*leaves)
-        grads = torch.autograd.grad(results, leaves, gradients)
-        return (*(r.detach() for r in results), *grads)
-
-    return call
-
-
-class Backend:
-    """A backend of the op registry, by name: `cutile`, `torch`, or one that a user's file added."""
-
-    # Whether autograd joins forward and backward; otherwise the two ops are called one after the other.
-    autograd = True
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def status(self, pass_name: str) -> tuple[bool, str]:
-        """Whether the pass can run here at all, and why not."""
-        from tilegym_mamba2 import registry
-
-        for op in PASSES[pass_name]:
-            if op not in registry.ops():
-                return False, f"no op {op} is registered"
-            known = registry.backend_status(op)
-            if self.name not in known:
-                return False, f"{op} has no backend {self.name!r}; it has {', '.join(known)}"
-            ok, reason = known[self.name]
-            if not ok:
-                return False, reason
-        return True, ""
-
-    def variants(self, spec: Any, pass_name: str) -> list[Variant]:
-        return [self._variant(pass_name, spec.chunk_size, spec.state_dtype)]
-
-    def searching(self) -> contextlib.AbstractContextManager[Search]:
-        """Around the first call: records, and may thin, a search that the backend makes in it."""
-        return contextlib.nullcontext(Search())
-
-    def _function(self, op: str) -> Callable[..., Any]:
-        """The public op with this backend chosen: validation and dispatch are part of what a user pays."""
-        import tilegym
-
-        public = getattr(tilegym.ops, op)
-        name = self.name
-        return lambda *args: public(*args, backend=name)
-
-    def _variant(self, pass_name: str, chunk_size: int, state_dtype: torch.dtype) -> Variant:
-        ops = PASSES[pass_name]
-        functions = {op: self._function(op) for op in ops}
-
-        def make(inputs: Inputs) -> Callable[[], Sequence[torch.Tensor]]:
-            args = tuple(inputs[k] for k in ("x", "a", "b", "c", "d", "dt", "init_state"))
-            forward = functions.get(FORWARD_OP)
-            backward = functions.get(BACKWARD_OP)
-            if backward is None:
-                return lambda: forward(*args, chunk_size)
-            back_args = (*args, inputs["dout"], inputs["dfinal_state"], chunk_size, state_dtype)
-            if forward is None:
-                return lambda: backward(*back_args)
-            if not self.autograd:
-                return lambda: (*forward(*args, chunk_size), *backward(*back_args))
-            return _through_autograd(lambda *leaves: forward(*leaves, chunk_size), inputs)
-
-        outputs = tuple(itertools.chain.from_iterable(OUTPUTS[op] for op in ops))
-        return Variant(f"chunk {chunk_size}", make, outputs)
-
-
-# --- TileGym -------------------------------------------------------------------------------------
 
 # Its kernels hold an L x L float32 tile in registers, so 128 is the largest chunk that serves it.
 TILEGYM_LARGEST_CHUNK = 128
@@ -254,97 +138,6 @@ def thin(configs: Sequence[Any], limit: int | None) -> list[Any]:
         seen.update(itertools.combinations(structure, 2))
         used.update(items)
     return [configs[i] for i in sorted(chosen)]
-
-
-# --- mamba_ssm -----------------------------------------------------------------------------------
-
-
-class MambaSsm(Backend):
-    """mamba_ssm's Triton kernels; the better of chunk 128 and 256 stands for it.
-
-    Its kernels are tuned by Triton at the first call of a new P, N and chunk size (T is not in the key).
-    """
-
-    def __init__(self, chunks: Sequence[int] = ()) -> None:
-        super().__init__("mamba_ssm")
-        self.chunks = tuple(chunks) or (128, 256)
-
-    def status(self, pass_name: str) -> tuple[bool, str]:
-        if not torch.cuda.is_available():
-            return False, "its Triton kernels need a GPU"
-        try:
-            _ssd_combined()
-        except ImportError as error:
-            return False, f"cannot be imported: {error}"
-        return True, ""
-
-    def variants(self, spec: Any, pass_name: str) -> list[Variant]:
-        outputs = tuple(itertools.chain.from_iterable(OUTPUTS[op] for op in PASSES[pass_name]))
-        makers = {"forward": _mamba_forward, "backward": _mamba_backward, "forward+backward": _mamba_both}
-        make = makers[pass_name]
-        return [
-            Variant(f"chunk {chunk}", lambda inputs, chunk=chunk: make(inputs, chunk), outputs)
-            for chunk in self.chunks
-        ]
-
-
-def _ssd_combined() -> types.ModuleType:
-    """mamba_ssm's scan module, also where the package's `__init__` fails on its missing CUDA extension."""
-    name = "mamba_ssm.ops.triton.ssd_combined"
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        found = importlib.util.find_spec("mamba_ssm")
-        if found is None or "mamba_ssm" in sys.modules:
-            raise
-        first = error
-    # the Triton kernels need nothing of what the package's __init__ imports: stand in for it
-    package = types.ModuleType("mamba_ssm")
-    package.__path__ = list(found.submodule_search_locations or ())
-    for stale in [m for m in sys.modules if m.startswith("mamba_ssm.")]:
-        del sys.modules[stale]
-    sys.modules["mamba_ssm"] = package
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        del sys.modules["mamba_ssm"]
-        raise first from None
-
-
-def _mamba_forward(inputs: Inputs, chunk: int) -> Callable[[], Sequence[torch.Tensor]]:
-    scan = _ssd_combined().mamba_chunk_scan_combined
-    x, a, b, c, d, dt, init_state = (inputs[k] for k in ("x", "a", "b", "c", "d", "dt", "init_state"))
-
-    def call() -> Sequence[torch.Tensor]:
-        with torch.no_grad():
-            return scan(x, dt, a, b, c, chunk, D=d, initial_states=init_state, return_final_states=True)
-
-    return call
-
-
-def _mamba_backward(inputs: Inputs, chunk: int) -> Callable[[], Sequence[torch.Tensor]]:
-    backward = _ssd_combined()._mamba_chunk_scan_combined_bwd
-    x, a, b, c, d, dt, init_state = (inputs[k] for k in ("x", "a", "b", "c", "d", "dt", "init_state"))
-    dout, dfinal_state = inputs["dout"], inputs["dfinal_state"]
-    out = _mamba_forward(inputs, chunk)()[0]
-
-    def call() -> Sequence[torch.Tensor]:
-        with torch.no_grad():
-            dx, ddt, da, db, dc, dd, _, _, dinit_state, *_ = backward(
-                dout, x, dt, a, b, c, out, chunk, D=d, initial_states=init_state, dfinal_states=dfinal_state
-            )
-        return dx, da, db, dc, dd, ddt, dinit_state
-
-    return call
-
-
-def _mamba_both(inputs: Inputs, chunk: int) -> Callable[[], Sequence[torch.Tensor]]:
-    scan = _ssd_combined().mamba_chunk_scan_combined
-
-    def forward(x: torch.Tensor, a: Any, b: Any, c: Any, d: Any, dt: Any, init_state: Any) -> Any:
-        return scan(x, dt, a, b, c, chunk, D=d, initial_states=init_state, return_final_states=True)
-
-    return _through_autograd(forward, inputs)
 
 
 def backends(

@@ -1,4 +1,4 @@
-"""Plots of benchmark rows: speed-up over sequence length, speed-up on model layers, roofline."""
+"""Plots of benchmark rows: speed-up over sequence length, speed-up on model layers, roofline, bandwidth."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from .measure import KINDS, Row, headline_us, speed_up
+from .passes import CHUNK_OP, SCAN_OP, STEP_OP
 from .report import SUBJECT, groups, kind_name
 
 # Okabe and Ito's colours: told apart with any colour vision.
@@ -20,6 +21,10 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("o", "s", "^", "D", "v", "P")
 IMAGE_SUFFIXES = (".png", ".svg", ".pdf")
 _FAMILY = ("batch_size", "num_heads", "head_size", "num_groups", "dtype", "decay")
+# Of the scan: a sweep over T is of one layer.
+_OPTIONS = ("gated", "raw_dt", "d_per_row", "num_sequences", "padded", "stateless")
+# What stands in file names and titles; the forward and its backward, which came first, have no word.
+_OP_WORDS = {CHUNK_OP: "", SCAN_OP: "scan", STEP_OP: "step"}
 
 
 def write(
@@ -40,14 +45,14 @@ def write(
     folder, stem, suffix = (target.parent, target.stem, target.suffix) if one_file else (target, "", ".png")
     folder.mkdir(parents=True, exist_ok=True)
     written = []
-    for pass_name in dict.fromkeys(group[0]["pass"] for group in found):
-        chosen = [group for group in found if group[0]["pass"] == pass_name]
-        builders = (("speedup", speed_up_figure), ("layers", layers_figure), ("roofline", roofline_figure))
-        for word, build in builders:
+    for op, pass_name in dict.fromkeys((_op(group), group[0]["pass"]) for group in found):
+        chosen = [group for group in found if (_op(group), group[0]["pass"]) == (op, pass_name)]
+        for word, build in _BUILDERS[op]:
             figure = build(chosen, subject, kinds)
             if figure is None:
                 continue
-            words = [word] if pass_name == "forward" else [word, pass_name.replace("+", "-")]
+            words = [word, *filter(None, [_OP_WORDS[op]])]
+            words += [] if pass_name == "forward" else [pass_name.replace("+", "-")]
             words += [] if kinds == KINDS else [kinds[0].removesuffix("_us")]
             if one_file:
                 words = ([] if not written else words) if stem else words
@@ -59,6 +64,16 @@ def write(
             plt.close(figure)
             written.append(path)
     return written
+
+
+def _op(group: Sequence[Row]) -> str:
+    return group[0].get("op", CHUNK_OP)
+
+
+def _what(group: Sequence[Row]) -> str:
+    """The op and pass in a title."""
+    word = _OP_WORDS[_op(group)]
+    return "step" if word == "step" else f"{word} {group[0]['pass']}".strip()
 
 
 def _times(group: Sequence[Row], subject: str) -> Row | None:
@@ -78,7 +93,8 @@ def _ratio(group: Sequence[Row], subject: str, peer: str, kinds: Sequence[str]) 
 
 
 def _family(group: Sequence[Row]) -> tuple:
-    return tuple(group[0]["fields"].get(name) for name in _FAMILY)
+    fields = group[0]["fields"]
+    return (*(fields.get(name) for name in _FAMILY), *(fields.get(name) or 0 for name in _OPTIONS))
 
 
 def _sweep(found: Sequence[Sequence[Row]]) -> tuple[tuple, list[Sequence[Row]]] | None:
@@ -146,13 +162,13 @@ def speed_up_figure(
     axes[0][0].set_ylim(0, 1.12 * highest)
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, frameon=False, loc="outside lower center", ncols=len(labels))
-    sizes = dict(zip(_FAMILY, family, strict=True))
+    sizes = dict(zip(_FAMILY, family, strict=False))
     shape = (
         f"B {sizes['batch_size']}, H {sizes['num_heads']}, P {sizes['head_size']}, G {sizes['num_groups']}"
     )
-    name = members[0][0]["pass"]
     figure.suptitle(
-        f"Mamba-2 {name}, {shape}, {sizes['dtype']}\n{_short(found, kinds)}; {_device(found)}", fontsize=10
+        f"Mamba-2 {_what(members[0])}, {shape}, {sizes['dtype']}\n{_short(found, kinds)}; {_device(found)}",
+        fontsize=10,
     )
     return figure
 
@@ -174,14 +190,15 @@ def layers_figure(
     height = 0.8 / len(peers)
     highest = 1.0
     for i, peer in enumerate(peers):
+        label: str | None = f"against {peer}"
         for y, group in enumerate(rest):
             ratio = _ratio(group, subject, peer, kinds)
             if ratio is None:
                 continue
             highest = max(highest, ratio)
             at = y + (i - (len(peers) - 1) / 2) * height
-            label = f"against {peer}" if y == 0 else None
             axis.barh(at, ratio, height=0.9 * height, color=COLOURS[i % 6], label=label)
+            label = None
             axis.text(ratio, at, f" {ratio:.2f}×", va="center", fontsize=8)
     axis.axvline(1.0, color="0.35", linewidth=1.0, linestyle="--")
     axis.set_yticks(range(len(rest)), [g[0]["spec"] for g in rest])
@@ -191,8 +208,7 @@ def layers_figure(
     axis.grid(axis="x", alpha=0.3)
     axis.set_axisbelow(True)
     axis.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(peers))
-    name = rest[0][0]["pass"]
-    figure.suptitle(f"Mamba-2 {name}\n{_short(found, kinds)}; {_device(found)}", fontsize=10)
+    figure.suptitle(f"Mamba-2 {_what(rest[0])}\n{_short(found, kinds)}; {_device(found)}", fontsize=10)
     return figure
 
 
@@ -242,8 +258,9 @@ def roofline_figure(
         scale.set_minor_locator(NullLocator())
     axis.grid(alpha=0.25)
     axis.legend(frameon=False, loc="lower right")
-    name = rows[0]["pass"]
-    figure.suptitle(f"Roofline, Mamba-2 {name}\n{_short(found, kinds)}; {_device(found)}", fontsize=10)
+    figure.suptitle(
+        f"Roofline, Mamba-2 {_what(found[0])}\n{_short(found, kinds)}; {_device(found)}", fontsize=10
+    )
     return figure
 
 
@@ -267,3 +284,49 @@ def _label_roofs(axis: Axes, low: float, ridge: float, high: float, copy: float,
         ha="right",
         **text,
     )
+
+
+def bandwidth_figure(
+    found: Sequence[Sequence[Row]], subject: str = SUBJECT, kinds: Sequence[str] = KINDS
+) -> Figure | None:
+    """A bar per backend for every spec: GB/s beside the measured copy. None without rates, as a roofline."""
+    groups_ = [[r for r in g if r["status"] in ("ok", "unchecked") and r.get("ceilings")] for g in found]
+    groups_ = [g for g in groups_ if g]
+    if kinds != KINDS or not groups_:
+        return None
+    names = list(dict.fromkeys(r["backend"] for g in groups_ for r in g))
+    names.sort(key=lambda n: n != subject)
+    copy = max(r["ceilings"]["copy_gbs"] for g in groups_ for r in g)
+    figure, axis = plt.subplots(
+        figsize=(8.0, 1.6 + len(groups_) * (0.16 + 0.22 * len(names))), layout="constrained"
+    )
+    height = 0.8 / len(names)
+    labelled: set[str] = set()
+    for y, group in enumerate(groups_):
+        for row in group:
+            i = names.index(row["backend"])
+            at = y + (i - (len(names) - 1) / 2) * height
+            label = None if row["backend"] in labelled else row["backend"]
+            labelled.add(row["backend"])
+            axis.barh(at, row["gbs"], height=0.9 * height, color=COLOURS[i % 6], label=label)
+            share = row["gbs"] / row["ceilings"]["copy_gbs"]
+            axis.text(row["gbs"], at, f" {share:.0%}", va="center", fontsize=8)
+    axis.axvline(copy, color="0.35", linewidth=1.0, linestyle="--", label="copy")
+    axis.set_yticks(range(len(groups_)), [g[0]["spec"] for g in groups_])
+    axis.invert_yaxis()
+    axis.set_xlim(0, 1.15 * max(copy, *(r["gbs"] for g in groups_ for r in g)))
+    axis.set_xlabel("GB/s (inputs and states read once, outputs and states written once)")
+    axis.grid(axis="x", alpha=0.3)
+    axis.set_axisbelow(True)
+    axis.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(names) + 1)
+    figure.suptitle(f"Mamba-2 {_what(found[0])}\n{_short(found, kinds)}; {_device(found)}", fontsize=10)
+    return figure
+
+
+_LINES = (("speedup", speed_up_figure), ("layers", layers_figure), ("roofline", roofline_figure))
+# A step is all memory: a ceiling of matrix products says nothing of it.
+_BUILDERS = {
+    CHUNK_OP: _LINES,
+    SCAN_OP: _LINES,
+    STEP_OP: (("layers", layers_figure), ("bandwidth", bandwidth_figure)),
+}
