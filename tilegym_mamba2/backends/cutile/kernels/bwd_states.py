@@ -235,8 +235,8 @@ def pass_borders(
         if ENTRIES:
             if HAS_INIT:
                 border = load_state(init_state, (batch, head, 0, p_tile, n_tile), shape, LATENCY)
-            place = (batch, head, p_tile, n_tile, num_segments - 1)
-            border = pass_forwards(states, state_decay, border, place, options)
+            local = (batch, head, p_tile, n_tile, num_segments - 1)
+            border = pass_forwards(states, state_decay, border, local, options)
             store_state(states, (batch, head, num_segments - 1, p_tile, n_tile), border)
 
 
