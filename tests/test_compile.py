@@ -234,13 +234,31 @@ def test_report_has_a_row_for_each_kernel() -> None:
     assert out["HGMMA"] > 0 and out["UTMALDG"] > 0 and out["registers"] > 64 and out["shared"] > 32768
 
 
-def test_report_of_both_ops_names_each_kernel_once() -> None:
-    rows = inspection.report(["sm_999"], ["bf16"])
+def test_report_of_forward_and_backward_names_each_kernel_once() -> None:
+    rows = inspection.report(["sm_999"], ["bf16"], ops=["forward", "backward"])
     kernels = [row["kernel"] for row in rows]
-    launched = inspection.backward_launches(SPECS["published"], "sm_90")
+    launched = inspection.backward_launches(SPECS["published"], "sm_999")
     assert set(kernels) == set(KERNELS) | {name_of(launch) for launch in launched}
     assert len(kernels) == len(set(kernels))
     assert {row["kernel"] for row in rows if row["op"] == "forward"} == set(KERNELS)
+
+
+def test_report_has_the_kernels_of_the_scan_and_the_step() -> None:
+    small = replace(SPECS["published"], num_tokens=1024)
+    rows = inspection.report(["sm_999"], ["fp16"], small)
+    kernels = {op: [row["kernel"] for row in rows if row["op"] == op] for op in inspection.OPS}
+    assert kernels["scan"] == ["scan_rows", "scan_out"] and kernels["step"] == ["state_update"]
+    assert kernels["scan-backward"] == ["skip_parts", "sum_skip"]
+    packed = {"packed_table", "padded_table", "scan_rows", "carried_states", "pass_carried", "scan_out"}
+    assert set(kernels["packed"]) == packed | {"pass_chunks"}
+    alone = {"tiles_of_slots", "zero_padding", *kernels["scan-backward"]}
+    assert set(kernels["packed-backward"]) == alone | set(kernels["backward"])
+    assert all(len(found) == len(set(found)) for found in kernels.values())
+
+
+def test_report_compiles_a_step() -> None:
+    (row,) = inspection.report(["sm_90"], ["bf16"], ops=["step"])
+    assert row["kernel"] == "state_update" and row["registers"] > 16 and row["stack"] == 0
 
 
 def test_report_refuses_what_it_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +266,9 @@ def test_report_refuses_what_it_does_not_know(monkeypatch: pytest.MonkeyPatch) -
         inspection.report(["hopper"], ["bf16"])
     with pytest.raises(ValueError, match="dtype must be one of bf16, fp16, fp32, tf32, got 'int8'"):
         inspection.report(["sm_90"], ["int8"])
-    with pytest.raises(ValueError, match="op must be one of forward, backward, got 'sideways'"):
+    with pytest.raises(
+        ValueError, match="op must be one of forward, backward, scan, .*, step, got 'sideways'"
+    ):
         inspection.report(["sm_90"], ["bf16"], ops=["sideways"])
     monkeypatch.setattr(inspection, "find_program", lambda name: None)
     inspection._tool.cache_clear()

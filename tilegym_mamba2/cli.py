@@ -251,7 +251,11 @@ def doctor(
         list[str] | None, typer.Option(help="With --kernels: only for this GPU, as sm_90; repeatable.")
     ] = None,
     op: Annotated[
-        list[str] | None, typer.Option(help="With --kernels: only of forward or backward; repeatable.")
+        list[str] | None,
+        typer.Option(
+            help="With --kernels: only of forward, backward, scan, scan-backward, packed, packed-backward or "
+            "step; repeatable."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
 ) -> None:

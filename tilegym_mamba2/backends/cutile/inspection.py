@@ -15,7 +15,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from cuda.tile.compilation import (
 from tilegym_mamba2.options import ScanOptions
 from tilegym_mamba2.spec import SPECS, Mamba2ProblemSpec, Mamba2ScanSpec
 
-from . import backward, backward_config, forward, scan, state_update, tuning
+from . import backward, backward_config, forward, scan, scan_backward, state_update, tuning
 from .availability import find_program
 from .launch import Launch, recording
 
@@ -46,7 +46,8 @@ MODES: dict[str, tuple[torch.dtype, str]] = {
     "fp32": (torch.float32, "highest"),
     "tf32": (torch.float32, "high"),
 }
-OPS = ("forward", "backward")
+# "packed" also stands for padded rows, and makes chunk states.
+OPS = ("forward", "backward", "scan", "scan-backward", "packed", "packed-backward", "step")
 COUNTED = ("HGMMA", "LDSM", "STS", "BAR", "UTMALDG")
 TOOLS = "pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm"
 
@@ -87,7 +88,8 @@ def report(
         dtypes: keys of `MODES`; "tf32" is float32 inputs below "highest" precision.
         spec: whose sizes to take; its dtype is replaced.
         config: of the forward, instead of the one that the tables give for each arch.
-        ops: of `OPS`. A kernel that several launch is compiled as the first of them does.
+        ops: of `OPS`; a step and a scan have every option. A kernel that several launch is compiled as the
+            first of them does, and once more for sequences of different lengths.
 
     Returns:
         A row for each kernel, arch and dtype: op, kernel, arch, dtype, registers, shared and stack (bytes),
@@ -113,10 +115,10 @@ def report(
         for name in dtypes:
             dtype, precision = MODES[name]
             of_dtype = replace(spec, dtype=dtype)
-            found: dict[str, tuple[str, str, str, Launch]] = {}
+            found: dict[tuple[str, bool], tuple[str, str, str, Launch]] = {}
             for op in ops:
                 for launch in _launches(op, of_dtype, arch, config, precision):
-                    found.setdefault(name_of(launch), (op, arch, name, launch))
+                    found.setdefault((name_of(launch), "packed" in op), (op, arch, name, launch))
             jobs += found.values()
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(lambda job: _row(*job), jobs))
@@ -127,7 +129,25 @@ def _launches(
 ) -> list[Launch]:
     if op == "forward":
         return kernels_of(spec, arch, config, precision)
-    return backward_launches(spec, arch, precision)
+    if op == "backward":
+        return backward_launches(spec, arch, precision)
+    if op == "step":
+        return state_update_launches(spec)
+    layer = Mamba2ScanSpec(
+        **{field.name: getattr(spec, field.name) for field in fields(Mamba2ProblemSpec)},
+        gated=True,
+        raw_dt=True,
+        d_per_row=True,
+    )
+    row = {"batch_size": 1, "num_tokens": spec.batch_size * spec.num_tokens, "num_sequences": spec.batch_size}
+    kinds = [replace(layer, **row), replace(layer, padded=True)] if "packed" in op else [layer]
+    found = []
+    for kind in kinds:
+        if op in ("scan", "packed"):
+            found += scan_launches(kind, arch, config, precision, chunk_states="packed" in op)
+        else:
+            found += scan_backward_launches(kind, arch, precision)
+    return found
 
 
 def kernels_of(
@@ -190,13 +210,8 @@ def backward_launches(
     del inputs["chunk_size"]
     inputs |= {"dout": torch.empty_like(inputs["x"]), "dfinal_state": torch.empty_like(inputs["init_state"])}
     inputs |= changes
-    with _matmul_precision(precision):
-        x = inputs["x"]
-        config = backward_config.default_config(
-            arch, forward.precision_of(x.dtype), x.shape[2:], inputs["b"].shape[3]
-        )
-        with backward_config.BackwardConfig.override(config):
-            return _recorded(lambda: backward.mamba2_chunk_backward(**inputs), inputs, arch, None, precision)
+    with _matmul_precision(precision), _default_backward(arch, inputs["x"], inputs["b"]):
+        return _recorded(lambda: backward.mamba2_chunk_backward(**inputs), inputs, arch, None, precision)
 
 
 def scan_launches(
@@ -209,19 +224,28 @@ def scan_launches(
     **changes: Any,
 ) -> list[Launch]:
     """The launches of `mamba2_chunk_scan` on a GPU `arch`: the spec's sequences, gate and dt pipeline."""
-    inputs = meta_inputs(spec)
-    size = inputs.pop("chunk_size")
-    like = {"z": (spec.gated, inputs["x"]), "dt_bias": (spec.raw_dt, inputs["a"])}
-    inputs |= {name: torch.empty_like(tensor) if there else None for name, (there, tensor) in like.items()}
-    lengths = {"cu_seqlens": spec.num_sequences and spec.num_sequences + 1}
-    lengths["seq_lens"] = spec.padded and spec.batch_size
-    for name, count in lengths.items():
-        inputs[name] = torch.empty(count, dtype=torch.int32, device="meta") if count else None
-    inputs |= changes
-    options = ScanOptions(spec.raw_dt, (0.0, math.inf), size, spec.state_dtype, chunk_states)
+    inputs = meta_scan_inputs(spec) | changes
+    options = ScanOptions(spec.raw_dt, (0.0, math.inf), spec.chunk_size, spec.state_dtype, chunk_states)
     return _recorded(
         lambda: scan.mamba2_chunk_scan(**inputs, options=options), inputs, arch, config, precision
     )
+
+
+def scan_backward_launches(
+    spec: Mamba2ScanSpec, arch: str, precision: str = "highest", **changes: Any
+) -> list[Launch]:
+    """The launches of `mamba2_chunk_scan_backward` for all gradients, in its default configuration there."""
+    inputs = meta_scan_inputs(spec)
+    inputs |= {
+        "dout": torch.empty_like(inputs["x"]),
+        "dfinal_state": None if spec.stateless else torch.empty_like(inputs["init_state"]),
+        "options": ScanOptions(spec.raw_dt, (0.0, math.inf), spec.chunk_size, spec.state_dtype),
+    }
+    inputs |= changes
+    with _matmul_precision(precision), _default_backward(arch, inputs["x"], inputs["b"]):
+        return _recorded(
+            lambda: scan_backward.mamba2_chunk_scan_backward(**inputs), inputs, arch, None, precision
+        )
 
 
 def state_update_launches(spec: Mamba2ProblemSpec, tokens: int = 1, **changes: Any) -> list[Launch]:
@@ -253,6 +277,30 @@ def meta_inputs(spec: Mamba2ProblemSpec) -> dict[str, Any]:
         for name, shape in shapes.items()
     }
     return inputs | {"chunk_size": spec.chunk_size}
+
+
+def meta_scan_inputs(spec: Mamba2ScanSpec) -> dict[str, Any]:
+    """The tensors of a `mamba2_chunk_scan` without memory, None for those that a spec has not."""
+    inputs = meta_inputs(spec)
+    del inputs["chunk_size"]
+    like = {"z": (spec.gated, inputs["x"]), "dt_bias": (spec.raw_dt, inputs["a"])}
+    inputs |= {name: torch.empty_like(tensor) if there else None for name, (there, tensor) in like.items()}
+    if spec.stateless:
+        inputs["init_state"] = None
+    lengths = {"cu_seqlens": spec.num_sequences and spec.num_sequences + 1}
+    lengths["seq_lens"] = spec.padded and spec.batch_size
+    for name, count in lengths.items():
+        inputs[name] = torch.empty(count, dtype=torch.int32, device="meta") if count else None
+    return inputs
+
+
+@contextlib.contextmanager
+def _default_backward(arch: str, x: torch.Tensor, b: torch.Tensor) -> Iterator[None]:
+    """The backward as on a GPU `arch`, whatever is here."""
+    precision = forward.precision_of(x.dtype)
+    config = backward_config.default_config(arch, precision, x.shape[2:], b.shape[3])
+    with backward_config.BackwardConfig.override(config):
+        yield
 
 
 def _recorded(
