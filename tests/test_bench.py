@@ -682,6 +682,42 @@ def test_a_step_is_timed_on_its_own_states():
     assert not torch.equal(later, out) and not torch.equal(state, other)
 
 
+@pytest.mark.parametrize(("name", "pass_name"), [("step", "forward"), ("packed", "forward+backward")])
+def test_a_row_of_a_gpu_has_every_time(name, pass_name, monkeypatch):
+    def draw(spec, pass_name, device, check):
+        return spec.get_sample_inputs(with_reference=check, device=CPU)
+
+    def graph(lanes, seconds):
+        assert all(len(lane) == measure.MAX_INPUT_SETS for lane in lanes.values())
+        return timing.wall_medians(lanes, seconds=seconds), {}
+
+    monkeypatch.setattr(measure, "_inputs", draw)
+    monkeypatch.setattr(measure, "_collect", lambda device: None)
+    monkeypatch.setattr(timing, "graph_medians", graph)
+    monkeypatch.setattr(
+        timing, "eager_median", lambda lane: timing.wall_medians({"": lane}, seconds=0.02)[""]
+    )
+    monkeypatch.setattr(timing, "host_time", lambda call: timing.wall_median(call, seconds=0.02))
+    monkeypatch.setattr(timing, "peak_memory", lambda call: (2, 1))
+    properties = SimpleNamespace(L2_cache_size=60 << 20)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    (row,) = measure.measure_group(
+        name,
+        OTHERS[name],
+        pass_name,
+        [peers.Backend("torch")],
+        device=torch.device("cuda"),
+        ceilings=CEILINGS,
+        env=ENV,
+        seconds=0.02,
+    )
+    assert row["status"] == "ok", row["reason"]
+    assert row["graph_us"]["n"] and row["eager_us"]["n"] and row["host_us"]["n"]
+    assert row["gbs"] == pytest.approx(row["bytes"] / row["graph_us"]["median"] / 1e3)
+    assert row["note"].startswith("inputs stay in the L2 cache: 16 sets")
+    assert ("operand_bytes" in row) == (name == "packed")
+
+
 def test_states_that_leave_their_range_are_told():
     class Growing(Fake):
         def variants(self, spec, pass_name):
