@@ -106,8 +106,8 @@ def used_dt(
     if dt_bias is not None:
         dt = dt + dt_bias.double()
     if dt_softplus:
-        # ln(1 + e^v) = max(v, 0) + ln(1 + e^-|v|), which no v overflows.
-        dt = dt.relu() + torch.log1p(torch.exp(-dt.abs()))
+        # ln(1 + e^v) as it is, and v itself where e^v would be too much for float64.
+        dt = torch.nn.functional.softplus(dt, threshold=700.0)
     low, high = dt_limit
     return torch.where(dt < low, low, torch.where(dt > high, high, dt))
 

@@ -132,13 +132,13 @@ def assert_like_the_token_loop(
     if not gradients:
         return
     expected = scan_oracle.gradients(values, dout, dfinal)
-    scale = _scales(values, expected)
+    scale = scales(values, expected)
     for name, got in gradients.items():
         assert got.dtype == values[name].dtype
         assert (got.double() - expected[name]).norm() <= tolerance * scale[name], name
 
 
-def _scales(values: dict[str, Any], expected: dict[str, torch.Tensor]) -> dict[str, float]:
+def scales(values: dict[str, Any], expected: dict[str, torch.Tensor]) -> dict[str, float]:
     """Norms of the gradients; sums over tokens count as large as their terms, which may cancel."""
     scale = {name: gradient.norm().item() for name, gradient in expected.items() if gradient is not None}
     terms = expected["dt"].norm().item() * math.sqrt(values["dt"].shape[1] + 1)

@@ -87,6 +87,18 @@ class BackwardConfig:
         # Pieces of equal size, as far as possible.
         return rows, math.ceil(segments / math.ceil(segments / wanted))
 
+    def slots_at_once(self, slots: int, tiles: int, tiles_per_segment: int, blocks: int) -> int:
+        """How many segments of ragged sequences have their tiles' states in memory at a time.
+
+        A segment may be full, so that memory for it is; all of them together have no more than `tiles`.
+        blocks: those that walk one segment.
+        """
+        most = self.piece_blocks * self.max_segment_tiles
+        if tiles * blocks <= most * 3 // 2:
+            return slots
+        wanted = max(1, most // (tiles_per_segment * blocks))
+        return math.ceil(slots / math.ceil(slots / wanted))
+
     def token_tile_n(self, state_size: int) -> int:
         """Columns of N that `compute_dx` takes at once."""
         return min(tile_of(state_size), self.token_tile_n_max)

@@ -155,7 +155,12 @@ def make_plan(problem: Problem, tensors: dict[str, torch.Tensor | None], plan: P
     group_heads = math.ceil(heads // groups / parts)
     parts = math.ceil(heads // groups / group_heads)
     n_tiles = math.ceil(state_size / min(tile_of(state_size), config.state_tile_n))
-    rows_at_once, segments_at_once = config.piece(rows, segments, heads * p_tiles * n_tiles)
+    blocks = heads * p_tiles * n_tiles
+    if problem.ragged:
+        rows_at_once = 1
+        segments_at_once = config.slots_at_once(segments, tiles, tiles_per_segment, blocks)
+    else:
+        rows_at_once, segments_at_once = config.piece(rows, segments, blocks)
     tiles_at_once = min(tiles, segments_at_once * tiles_per_segment)
     has_bias = problem.steps is not None and problem.steps[0]
     plan.shapes = {

@@ -27,7 +27,7 @@ from . import scan_config, tuning
 from .backward import Run, readable, without_tokens
 from .backward_config import BackwardConfig
 from .backward_plan import NO_SKIP, SKIP_PER_CHANNEL, SKIP_PER_HEAD, Builder, Plan, Problem, make_plan
-from .forward import TILE_P, last_contiguous, state_steps, tile_of
+from .forward import TILE_P, last_contiguous, pad_count, state_steps, tile_of
 from .kernels import bwd_ragged as _ragged
 from .kernels import bwd_skip as _skip
 from .kernels.scan_out import GATE_GRADIENTS
@@ -267,10 +267,10 @@ class _Steps:
         skips = problem.skip == SKIP_PER_CHANNEL and "d" in problem.needed
         gated = problem.given_entries and (problem.walks or skips or "z" in problem.needed)
         if plan.ragged is not None:
-            plan.shapes["of_tiles"] = (builder.tiles, 4)
+            plan.shapes["of_tiles"] = (pad_count(builder.tiles), 4)
             plan.tiles = Step(
                 hinted(_ragged.tiles_of_slots),
-                (math.ceil(builder.tiles / _TILE_TILES),),
+                (math.ceil(pad_count(builder.tiles) / _TILE_TILES),),
                 (plan.ragged.slots, builder.config.tile_tokens, _TILE_TILES, _TILE_SLOTS),
             )
             if plan.finish_dt is not None or plan.for_groups:

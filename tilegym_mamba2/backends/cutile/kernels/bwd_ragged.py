@@ -19,13 +19,15 @@ from .tiles import ConstInt, ConstTuple, decode_block
 
 @ct.kernel
 def tiles_of_slots(table, tiles, num_slots: int, L: ConstInt, TILE_TILES: ConstInt, TILE_SLOTS: ConstInt):
-    """Grid: (ceil(tiles / TILE_TILES),). table (slots, 8); writes tiles (tiles, 4)."""
+    """Grid: (ceil(tiles / TILE_TILES),). table (≥ slots, 8); writes tiles (tiles, 4), and unused ones too."""
     tile = ct.bid(0) * TILE_TILES + ct.arange(TILE_TILES, dtype=ct.int32)
     found = ct.zeros((TILE_TILES,), ct.int32)
     for k in range(ct.cdiv(num_slots, TILE_SLOTS)):
         slot = k * TILE_SLOTS + ct.arange(TILE_SLOTS, dtype=ct.int32)
-        length = ct.gather(table, (slot, STOP)) - ct.gather(table, (slot, START))
-        first = ct.gather(table, (slot, TILE))
+        exists = slot < num_slots
+        start = ct.gather(table, (slot, START), mask=exists)
+        length = ct.gather(table, (slot, STOP), mask=exists) - start
+        first = ct.gather(table, (slot, TILE), mask=exists)
         mine = (tile[:, None] >= first[None, :]) & (tile[:, None] < (first + ct.cdiv(length, L))[None, :])
         found = found + ct.sum(ct.where(mine, slot[None, :] + 1, 0), axis=1)
     slot = found - 1
