@@ -136,9 +136,16 @@ def same(first: dict[str, Any], second: dict[str, Any]) -> bool:
 # ---- against the token loop
 
 
-@every_place
+# On a GPU each compiles kernels of its own.
+CASES = [pytest.param("cpu", name, id=f"{name}-interpreter") for name in CONFIGS]
+CASES += [
+    pytest.param("cuda", name, id=f"{name}-gpu", marks=pytest.mark.gpu)
+    for name in ("as it comes", "short segments", "a part a head")
+]
+
+
 @every_layout
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize(("device", "config"), CASES)
 def test_every_configuration(device: str, layout: str, config: str) -> None:
     values, dout, dfinal, expected = problem(SHAPES[layout], torch.float32, device)
     with configured(**CONFIGS[config]):
@@ -242,7 +249,7 @@ def test_the_same_bits_every_time(device: str, layout: str) -> None:
 
 
 @every_place
-@pytest.mark.parametrize("config", ["as it comes", "in pieces", "a segment at a time"])
+@pytest.mark.parametrize("config", ["as it comes", "in pieces"])
 @pytest.mark.parametrize("bad", [1e3, float("nan")])
 def test_a_sequence_changes_no_bit_of_another(device: str, config: str, bad: float) -> None:
     values, dout, dfinal, _ = problem(SMALL["packed"], torch.float32, device)

@@ -43,6 +43,7 @@ DIFFERENTIABLE = False
 
 Optional = torch.Tensor | None
 _INPUTS = ("x", "dt", "a", "b", "c", "d", "z", "dt_bias", "init_state")
+_TABLES = ("table", "sequences", "carried")
 # A block of 64 tiles, and as many slots that it compares them with at a time.
 _TILE_TILES, _TILE_SLOTS = 64, 64
 
@@ -130,7 +131,7 @@ class _Run(Run):
         init = self.a if self.init_state is None else self.init_state
         self.ends = (init, self.a if dfinal_state is None else dfinal_state)
         if plan.ragged is not None:
-            self.tables = plan.ragged.tables(self.x.device)
+            self.tables = tuple(self.scratch.empty(name, torch.int32) for name in _TABLES)
             self.table, _, self.carried = self.tables
             self.tiles = self.scratch.empty("of_tiles", torch.int32)
 
@@ -139,7 +140,7 @@ class _Run(Run):
         ragged = plan.ragged is not None
         launches = []
         if ragged:
-            launches.append(plan.ragged.launch(self.lengths, self.tables))
+            launches.append(plan.table.launch((self.lengths, *self.tables)))
             launches.append(plan.tiles.launch((self.table, self.tiles)))
         if plan.rows is not None:
             launches.append(plan.rows.launch((self.a, self.dt, self.dt_bias, self.table, scratch.rows)))
@@ -267,6 +268,9 @@ class _Steps:
         skips = problem.skip == SKIP_PER_CHANNEL and "d" in problem.needed
         gated = problem.given_entries and (problem.walks or skips or "z" in problem.needed)
         if plan.ragged is not None:
+            plan.table = plan.ragged.step()
+            tables = plan.ragged.tables(torch.device("meta"))
+            plan.shapes |= {name: table.shape for name, table in zip(_TABLES, tables, strict=True)}
             plan.shapes["of_tiles"] = (pad_count(builder.tiles), 4)
             plan.tiles = Step(
                 hinted(_ragged.tiles_of_slots),
