@@ -29,7 +29,7 @@ COMPILES = {
     ("sm_90", "fp32"): LARGE,
 }
 # No room for the sums of all gradients: two kernels.
-WIDE_STATE = replace(PUBLISHED, state_size=256)
+WIDE_STATE = replace(PUBLISHED, state_size=512)
 
 
 def launches(arch: str, mode: str, kernels: tuple[str, ...], spec: Mamba2ProblemSpec = PUBLISHED) -> list:
