@@ -10,7 +10,14 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import tilegym_mamba2
-from tilegym_mamba2 import autograd, interpreter, mamba2_chunk_backward, mamba2_chunk_scan, use_backend
+from tilegym_mamba2 import (
+    autograd,
+    interpreter,
+    mamba2_chunk_backward,
+    mamba2_chunk_scan,
+    ops_chunk,
+    use_backend,
+)
 
 NAMES = ("x", "dt", "a", "b", "c", "d", "init_state")
 OP_ORDER = ("x", "a", "b", "c", "d", "dt", "init_state")
@@ -194,6 +201,34 @@ def test_second_derivative_on_cutile_is_an_error() -> None:
     with interpreter.interpret():
         out, _ = scan(inputs, backend="cutile")
         (dx,) = torch.autograd.grad(out.square().sum(), inputs["x"], create_graph=True)
+        with pytest.raises(RuntimeError, match="'cutile' has no second derivative; use backend='torch'"):
+            dx.sum().backward()
+
+
+def test_a_form_seen_before_goes_past_the_ops_to_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops_chunk, "_known", {})
+    inputs = leaves(50)
+    with interpreter.interpret():
+        first = gradients(inputs, backend="cutile")
+        assert len(ops_chunk._known) == 1
+        for name in ("chunk_scan", "chunk_scan_backward"):
+            monkeypatch.setattr(autograd, name, None)
+        second = gradients(inputs, backend="cutile")
+        assert all(torch.equal(first[name], second[name]) for name in NAMES)
+        out, final_state = scan(inputs, backend="cutile")
+        (of_state,) = torch.autograd.grad(final_state.sum(), inputs["b"], retain_graph=True)
+        (of_out,) = torch.autograd.grad(out.sum(), inputs["b"])
+        assert of_state.shape == of_out.shape and not torch.equal(of_state, of_out)
+        with torch.no_grad():
+            assert not scan(inputs, backend="cutile")[0].requires_grad
+        monkeypatch.undo()
+        monkeypatch.setattr(ops_chunk, "_known", {})
+        scan(inputs, backend="cutile")
+        assert len(ops_chunk._known) == 1
+        with pytest.raises(TypeError, match="b must have dtype"):
+            scan(inputs | {"b": inputs["b"].detach().half()}, backend="cutile")
+        assert close(gradients(inputs, backend="torch"), first)
+        (dx,) = torch.autograd.grad(scan(inputs, backend="cutile")[0].sum(), inputs["x"], create_graph=True)
         with pytest.raises(RuntimeError, match="'cutile' has no second derivative; use backend='torch'"):
             dx.sum().backward()
 

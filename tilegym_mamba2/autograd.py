@@ -18,11 +18,13 @@ from tilegym_mamba2.registry import choice, resolve
 from tilegym_mamba2.validate import validate_backward, validate_forward
 
 __all__ = [
+    "DirectScan",
     "chunk_scan",
     "chunk_scan_backward",
     "differentiable",
     "differentiate_again",
     "refuse_second_derivative",
+    "transforms_are_active",
     "where_needed",
 ]
 
@@ -226,6 +228,42 @@ def differentiate_again(
 
 
 chunk_scan_backward.register_autograd(_differentiate_twice, setup_context=_save_backward)
+
+
+# ---- without torch.library
+
+
+class DirectScan(torch.autograd.Function):
+    """Backend "cutile" in an eager call: as `chunk_scan`, past the machinery of torch.library.
+
+    Where a gradient is to be differentiated again, the backward goes through the op, which knows what to say.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, by_form: Any, form: Any, chunk_size: int, *tensors: Tensor | None) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors)
+        ctx.chunk_size = chunk_size
+        return by_form(form, *tensors)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dfinal_state: Tensor | None) -> tuple[Any, ...]:
+        inputs = ctx.saved_tensors
+        if dout is None and dfinal_state is None:
+            return (None,) * (3 + _INPUTS)
+        needed = ctx.needs_input_grad[3:]
+        if torch.is_grad_enabled():
+            asked = [need and tensor is not None for need, tensor in zip(needed, inputs, strict=True)]
+            gradients = chunk_scan_backward(*inputs, dout, dfinal_state, ctx.chunk_size, "cutile", asked)
+            return (None, None, None, *where_needed(gradients, asked))
+        from tilegym_mamba2.backends.cutile.backward import gradients as compute
+
+        return (None, None, None, *compute(*inputs, dout, dfinal_state, needed))
+
+
+def transforms_are_active() -> bool:
+    """Whether a transform of torch.func is at work: those know the ops and not `DirectScan`."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def differentiable(backend: str | None, backward: str = BACKWARD) -> tuple[bool, str | None]:

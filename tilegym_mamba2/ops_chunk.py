@@ -7,6 +7,7 @@ import torch
 
 from tilegym_mamba2 import autograd, registry
 from tilegym_mamba2.autocast import FULL, LOW, autocast
+from tilegym_mamba2.backends.cutile.availability import interpreter_active
 from tilegym_mamba2.forms import form_of
 from tilegym_mamba2.validate import validate_backward, validate_forward
 
@@ -68,7 +69,10 @@ def mamba2_chunk_forward(
     key = _key(x, a, b, c, d, dt, init_state, chunk_size, backend)
     known = _known.get(key)
     if known is not None:
-        return known(key[0], x, a, b, c, d, dt, init_state)
+        form, records = key[:2]
+        if records:
+            return autograd.DirectScan.apply(known, form, chunk_size, x, a, b, c, d, dt, init_state)
+        return known(form, x, a, b, c, d, dt, init_state)
     tensors = autocast((x, a, b, c, d, dt, init_state), _AUTOCAST)
     validate_forward(*tensors, chunk_size)
     chunk_size = operator.index(chunk_size)
@@ -77,21 +81,32 @@ def mamba2_chunk_forward(
     if records or type(x) not in _PLAIN:
         by_ops, name = autograd.differentiable(backend)
         if by_ops:
+            if key is not None:
+                # Under no_grad: the kernels alone compute no gradients.
+                with torch.no_grad():
+                    _remember(key, *registry.resolve(FORWARD, name, tensors))
             return autograd.chunk_scan(*tensors, chunk_size, name)
-    _, forward = registry.resolve(FORWARD, backend, tensors)
+    name, forward = registry.resolve(FORWARD, backend, tensors)
     results = forward(*tensors, chunk_size)
-    by_form = getattr(forward, "by_form", None)
-    if key is not None and by_form is not None:
-        if len(_known) >= _MAX_KNOWN:
-            _known.clear()
-        _known[key] = by_form
+    if key is not None and not records:
+        _remember(key, name, forward)
     return results
 
 
-# Calls that were checked and given a backend once, by their form: doing that again took 10 us of 26.
+# Calls that were checked and given a backend once, by their form: doing that again took 10 us of 26, and
+# torch.library's way to the gradients several times that.
 _known: dict[tuple, Callable[..., tuple[torch.Tensor, torch.Tensor]]] = {}
 # Shapes change with every prompt length: keep them from growing without end.
 _MAX_KNOWN = 4096
+
+
+def _remember(key: tuple, name: str, forward: Callable) -> None:
+    by_form = getattr(forward, "by_form", None)
+    if by_form is None or name != "cutile":
+        return
+    if len(_known) >= _MAX_KNOWN:
+        _known.clear()
+    _known[key] = by_form
 
 
 def _key(
@@ -106,12 +121,13 @@ def _key(
     backend: str | None,
 ) -> tuple | None:
     """What decides whether a call is valid and who computes it; None where more than that must be asked."""
-    if type(x) not in _PLAIN or not x.is_cuda or torch.is_autocast_enabled("cuda"):
+    # On the CPU the kernels run through the interpreter alone.
+    if type(x) not in _PLAIN or not (x.is_cuda or interpreter_active()):
         return None
-    if type(chunk_size) is not int or chunk_size < 1:
+    if torch.is_autocast_enabled(x.device.type) or type(chunk_size) is not int or chunk_size < 1:
         return None
     try:
-        if torch.is_grad_enabled() and (
+        records = torch.is_grad_enabled() and (
             x.requires_grad
             or a.requires_grad
             or b.requires_grad
@@ -119,12 +135,13 @@ def _key(
             or dt.requires_grad
             or (d is not None and d.requires_grad)
             or (init_state is not None and init_state.requires_grad)
-        ):
+        )
+        if records and autograd.transforms_are_active():
             return None
         form = form_of(x, a, b, c, d, dt, init_state)
     except AttributeError:  # no tensor: validation says which
         return None
-    return form, registry.choice(backend)[0], registry.generation()
+    return form, records, registry.choice(backend)[0], registry.generation()
 
 
 def mamba2_chunk_backward(
