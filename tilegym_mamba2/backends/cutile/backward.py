@@ -28,7 +28,7 @@ import torch
 from . import tuning
 from .backward_config import BackwardConfig
 from .backward_plan import NO_SKIP, SKIP_PER_HEAD, Piece, Plan, Problem, make_plan
-from .forward import last_contiguous, precision_of, supports
+from .forward import last_contiguous, memory_form, precision_of, supports
 from .launch import Launch
 
 __all__ = ["DIFFERENTIABLE", "gradients", "mamba2_chunk_backward", "supports"]
@@ -104,7 +104,7 @@ class Scratch:
     """The tensors between the kernels."""
 
     def __init__(self, plan: Plan, x: torch.Tensor) -> None:
-        self._shapes, self._device = plan.shapes, x.device
+        self._plan, self._device = plan, x.device
         self.rows = self.empty("rows")
         self.exits = self.empty("segments") if plan.pieces else self.rows
         self.dexit_states = self.empty("tiles", plan.saved_dtype) if plan.pieces else self.rows
@@ -112,7 +112,10 @@ class Scratch:
         self.entry_states = self.empty("tiles", plan.saved_dtype) if plan.entries else self.dexit_states
 
     def empty(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.empty(self._shapes[name], dtype=dtype, device=self._device)
+        known = self._plan.forms.get(name)
+        if known is None:
+            known = self._plan.forms[name] = memory_form(self._plan.shapes[name], dtype, self._device)
+        return torch.empty_like(known)
 
 
 class Run:

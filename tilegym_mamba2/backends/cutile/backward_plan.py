@@ -102,6 +102,8 @@ class Plan:
     empty: bool
     shapes: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     saved_dtype: torch.dtype = torch.float32
+    # Of those shapes, once they were needed; see `forward.memory_form`.
+    forms: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     rows: Step | None = None
     # Whether states are wanted beside their gradients, and whether db and dc are.
     entries: bool = False
