@@ -20,7 +20,7 @@ from tilegym_mamba2.options import ScanOptions
 from tilegym_mamba2.registry import resolve
 from tilegym_mamba2.validate_scan import validate_scan
 
-__all__ = ["BACKWARD", "FORWARD", "options_of", "scan", "scan_backward"]
+__all__ = ["BACKWARD", "FORWARD", "DirectScan", "options_of", "scan", "scan_backward"]
 
 FORWARD, BACKWARD = "mamba2_chunk_scan", "mamba2_chunk_scan_backward"
 # x, dt, a, b, c, d, z, dt_bias and init_state have gradients; cu_seqlens and seq_lens have none.
@@ -239,3 +239,35 @@ def _differentiate_twice(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...
 
 
 scan_backward.register_autograd(_differentiate_twice, setup_context=_save_backward)
+
+
+# ---- without torch.library
+
+
+class DirectScan(torch.autograd.Function):
+    """Backend "cutile" in an eager call: as `scan`, past the machinery of torch.library; see `autograd`."""
+
+    @staticmethod
+    def forward(ctx: Any, forward: Any, options: ScanOptions, *tensors: Tensor | None) -> Any:
+        results = forward(*tensors, options)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors)
+        ctx.mark_non_differentiable(*(t for t in results[2:] if t is not None))
+        ctx.options = options
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dfinal_state: Tensor | None, *_: Any) -> tuple[Any, ...]:
+        tensors, options = ctx.saved_tensors, ctx.options
+        wanted = ctx.needs_input_grad[2 : 2 + _DIFFERENTIABLE]
+        needed = tuple(want and t is not None for want, t in zip(wanted, tensors, strict=False))
+        rest = (None,) * (_TENSORS - _DIFFERENTIABLE)
+        if (dout is None and dfinal_state is None) or not any(needed):
+            return (None,) * (2 + _TENSORS)
+        if torch.is_grad_enabled():
+            flags = (options.dt_softplus, *options.dt_limit, options.chunk_size, options.state_dtype)
+            gradients = scan_backward(*tensors, dout, dfinal_state, *flags, "cutile", needed)
+            return (None, None, *where_needed(gradients, needed), *rest)
+        arguments = (*tensors, dout, dfinal_state, options, needed)
+        _, backward = resolve(BACKWARD, "cutile", arguments)
+        return (None, None, *backward(*arguments), *rest)

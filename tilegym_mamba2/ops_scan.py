@@ -4,7 +4,7 @@ import torch
 
 from tilegym_mamba2 import autograd_scan, registry
 from tilegym_mamba2.autocast import FULL, KEEP, LOW, autocast
-from tilegym_mamba2.autograd import differentiable
+from tilegym_mamba2.autograd import differentiable, transforms_are_active
 from tilegym_mamba2.ops_chunk import mamba2_chunk_forward
 from tilegym_mamba2.options import NO_LIMIT
 from tilegym_mamba2.validate_scan import check_bool, check_scan_values, validate_scan
@@ -122,10 +122,25 @@ def mamba2_chunk_scan(
     if records or type(x) not in _PLAIN:
         by_op, name = differentiable(backend, autograd_scan.BACKWARD)
         if by_op:
-            return _by_op(tensors, flags, name)
+            return _recorded(tensors, flags, name)
     options = autograd_scan.options_of(tensors, dt_softplus, *dt_limit, *flags[2:])
     _, scan = registry.resolve(autograd_scan.FORWARD, backend, (*tensors, options))
     return _results(*scan(*tensors, options), cu_seqlens is not None, return_chunk_states)
+
+
+def _recorded(
+    tensors: tuple[torch.Tensor | None, ...], flags: tuple, backend: str | None
+) -> tuple[torch.Tensor, ...]:
+    """A call of which autograd, or a subclass of Tensor, is to know."""
+    if type(tensors[0]) in _PLAIN and not transforms_are_active():
+        options = autograd_scan.options_of(tensors, flags[0], *flags[1], *flags[2:])
+        # Under no_grad: the kernels alone compute no gradients.
+        with torch.no_grad():
+            name, scan = registry.resolve(autograd_scan.FORWARD, backend, (*tensors, options))
+        if name == "cutile":
+            results = autograd_scan.DirectScan.apply(scan, options, *tensors)
+            return _results(*results, tensors[9] is not None, options.return_chunk_states)
+    return _by_op(tensors, flags, backend)
 
 
 def _forward_has(backend: str | None) -> bool:
