@@ -1,13 +1,15 @@
 """Autograd through the public ops: which gradients, by whom, and under what torch puts around them."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import tilegym
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils.checkpoint import checkpoint
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import tilegym_mamba2
 from tilegym_mamba2 import (
@@ -349,3 +351,53 @@ def test_automatic_choice_on_a_gpu_trains_with_the_kernels() -> None:
     assert (
         tilegym_mamba2.registry.resolve("mamba2_chunk_backward", None, (inputs["x"].detach(),))[0] == "cutile"
     )
+
+
+# ---- what asks for the ops, at a form that was seen before too
+
+
+def test_selective_checkpointing_sees_the_op() -> None:
+    seen: list[str] = []
+
+    def policy(context: Any, op: Any, *args: Any, **options: Any) -> CheckpointPolicy:
+        ours = "tilegym_mamba2" in str(op)
+        seen.extend([str(op)] * ours)
+        return CheckpointPolicy.MUST_SAVE if ours else CheckpointPolicy.PREFER_RECOMPUTE
+
+    inputs = leaves(40)
+    with interpreter.interpret():
+        expected = gradients(inputs, backend="cutile")
+        for _ in range(2):
+            seen.clear()
+            contexts = partial(create_selective_checkpoint_contexts, policy)
+            run = partial(
+                checkpoint, partial(scan, backend="cutile"), use_reentrant=False, context_fn=contexts
+            )
+            assert close(gradients(inputs, run=run), expected)
+            assert seen == ["tilegym_mamba2.chunk_scan.default"]
+
+
+@pytest.mark.parametrize("options", [{}, {"dt_softplus": True}])
+def test_a_batch_of_gradients(options: dict[str, Any]) -> None:
+    inputs = leaves(20)
+    with interpreter.interpret():
+        for _ in range(2):
+            out, _ = scan(inputs, backend="cutile", **options)
+            cotangents = torch.randn(3, *out.shape, generator=torch.Generator().manual_seed(0))
+            (batched,) = torch.autograd.grad(
+                out, inputs["x"], cotangents, is_grads_batched=True, retain_graph=True
+            )
+            (second,) = torch.autograd.grad(out, inputs["x"], cotangents[1])
+            assert torch.equal(batched[1], second)
+
+
+def test_forward_mode_is_left_to_torch() -> None:
+    inputs = leaves(20, requires_grad=False)
+    with interpreter.interpret():
+        scan(inputs, backend="cutile")
+        with forward_ad.dual_level():
+            dual = inputs | {"x": forward_ad.make_dual(inputs["x"], torch.ones_like(inputs["x"]))}
+            with pytest.raises(tilegym_mamba2.BackendUnavailable, match="no forward-mode derivatives"):
+                scan(dual, backend="cutile")
+            out, _ = scan(dual)
+            assert forward_ad.unpack_dual(out).tangent.abs().max() > 0

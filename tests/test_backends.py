@@ -343,3 +343,10 @@ def test_status_lists_every_backend():
     assert status["torch"] == (True, "ready")
     with pytest.raises(RegistryError, match="'nix' is not registered; registered ops: mamba2_chunk_forward"):
         registry.backend_status("nix")
+
+
+@pytest.mark.parametrize("backend", [["torch"], 3, True])
+def test_a_backend_that_is_no_name(backend):
+    message = f"backend must be a string or None, got {type(backend).__name__}"
+    with pytest.raises(TypeError, match=message):
+        tilegym.ops.mamba2_chunk_forward(**problem(), backend=backend)

@@ -212,3 +212,20 @@ def test_flat_memory_over_steps() -> None:
         gradients(inputs)
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() == before
+
+
+@every_place
+@pytest.mark.parametrize("step", [5.0, 50.0, 1e4])
+def test_rate_after_tokens_that_forget_everything(device: str, step: float) -> None:
+    # What is left of sums that cancel must not be multiplied by these steps.
+    generator = torch.Generator().manual_seed(1)
+    x, b, c = (torch.randn(1, 64, 1, 16, generator=generator).to(device) for _ in range(3))
+    dt = torch.full((1, 64, 1), 0.002, device=device)
+    dt[:, 5::8] = step
+    a = torch.tensor([-16.0], device=device)
+    inputs = dict(zip(ARGUMENTS, (x, a, b, c, None, dt, None, torch.ones_like(x), None), strict=True))
+    with torch.no_grad():
+        expected = mamba2_chunk_backward(*inputs.values(), backend="torch")
+    got = gradients(inputs, needed=(True,) * 4 + (False, True, False))
+    for name, index in (("da", 1), ("ddt", 5)):
+        assert (got[name] - expected[index]).norm() <= 2e-5 * expected[index].norm()

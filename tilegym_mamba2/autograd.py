@@ -252,7 +252,7 @@ class DirectScan(torch.autograd.Function):
         if dout is None and dfinal_state is None:
             return (None,) * (3 + _INPUTS)
         needed = ctx.needs_input_grad[3:]
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or transforms_are_active(dout, dfinal_state):
             asked = [need and tensor is not None for need, tensor in zip(needed, inputs, strict=True)]
             gradients = chunk_scan_backward(*inputs, dout, dfinal_state, ctx.chunk_size, "cutile", asked)
             return (None, None, None, *where_needed(gradients, asked))
@@ -261,9 +261,18 @@ class DirectScan(torch.autograd.Function):
         return (None, None, None, *compute(*inputs, dout, dfinal_state, needed))
 
 
-def transforms_are_active() -> bool:
-    """Whether a transform of torch.func is at work: those know the ops and not `DirectScan`."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+def transforms_are_active(*gradients: Tensor | None) -> bool:
+    """Whether something is at work that knows the ops and not `DirectScan`: a transform of torch.func, a
+    dispatch mode, such as that of selective checkpointing, or a batch of these incoming gradients."""
+    if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._len_torch_dispatch_stack() > 0:
+        return True
+    try:
+        for gradient in gradients:
+            if gradient is not None:
+                gradient.data_ptr()
+    except RuntimeError:  # torch.autograd.grad(…, is_grads_batched=True) has a vmap of its own
+        return True
+    return False
 
 
 def differentiable(backend: str | None, backward: str = BACKWARD) -> tuple[bool, str | None]:

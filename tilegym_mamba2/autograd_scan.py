@@ -15,7 +15,12 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from tilegym_mamba2.autograd import differentiate_again, refuse_second_derivative, where_needed
+from tilegym_mamba2.autograd import (
+    differentiate_again,
+    refuse_second_derivative,
+    transforms_are_active,
+    where_needed,
+)
 from tilegym_mamba2.options import ScanOptions
 from tilegym_mamba2.registry import resolve
 from tilegym_mamba2.validate_scan import validate_scan
@@ -264,7 +269,7 @@ class DirectScan(torch.autograd.Function):
         rest = (None,) * (_TENSORS - _DIFFERENTIABLE)
         if (dout is None and dfinal_state is None) or not any(needed):
             return (None,) * (2 + _TENSORS)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or transforms_are_active(dout, dfinal_state):
             flags = (options.dt_softplus, *options.dt_limit, options.chunk_size, options.state_dtype)
             gradients = scan_backward(*tensors, dout, dfinal_state, *flags, "cutile", needed)
             return (None, None, *where_needed(gradients, needed), *rest)

@@ -4,6 +4,7 @@ import operator
 from collections.abc import Callable
 
 import torch
+from torch.autograd import forward_ad
 
 from tilegym_mamba2 import autograd, registry
 from tilegym_mamba2.autocast import FULL, LOW, autocast
@@ -122,7 +123,9 @@ def _key(
 ) -> tuple | None:
     """What decides whether a call is valid and who computes it; None where more than that must be asked."""
     # On the CPU the kernels run through the interpreter alone.
-    if type(x) not in _PLAIN or not (x.is_cuda or interpreter_active()):
+    if type(x) not in _PLAIN or not (x.is_cuda or (x.is_cpu and interpreter_active())):
+        return None
+    if forward_ad._current_level >= 0 or not (backend is None or type(backend) is str):
         return None
     if torch.is_autocast_enabled(x.device.type) or type(chunk_size) is not int or chunk_size < 1:
         return None
@@ -139,7 +142,7 @@ def _key(
         if records and autograd.transforms_are_active():
             return None
         form = form_of(x, a, b, c, d, dt, init_state)
-    except AttributeError:  # no tensor: validation says which
+    except (AttributeError, RuntimeError):  # no tensor, or a sparse one: validation says which
         return None
     return form, records, registry.choice(backend)[0], registry.generation()
 

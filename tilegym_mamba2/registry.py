@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import tilegym
 import torch
 from tilegym.backend import dispatcher, selector
+from torch.autograd import forward_ad
 
 from tilegym_mamba2 import registry_file
 from tilegym_mamba2.backends.cutile import availability
@@ -317,6 +318,8 @@ def resolve(op_name: str, backend: str | None = None, args: tuple[Any, ...] = ()
 def choice(backend: str | None = None) -> tuple[str | None, str]:
     """The backend that somebody chose, and by what (see `resolve`); (None, "") where it is automatic."""
     if backend is not None:
+        if not isinstance(backend, str):
+            raise TypeError(f"backend must be a string or None, got {type(backend).__name__}")
         return backend, "backend="
     preferred = _preferred.get()
     if preferred is not None:
@@ -397,6 +400,10 @@ def _try(entry: OpEntry, backend: str, args: tuple[Any, ...]) -> tuple[Callable 
         if not ok:
             return None, reason
     loaded = _loaded.get(entry.backends[backend]) or _load(entry, backend)
+    if not loaded.differentiable and forward_ad._current_level >= 0:
+        for arg in args:
+            if isinstance(arg, torch.Tensor) and forward_ad.unpack_dual(arg).tangent is not None:
+                return None, "it computes no forward-mode derivatives (use backend='torch')"
     if not loaded.differentiable and torch.is_grad_enabled():
         for arg in args:
             if arg is not None and getattr(arg, "requires_grad", False):

@@ -22,6 +22,9 @@ from .tiles import ROW_DT, ConstInt, ConstTuple
 PART_DA, PART_DD, PART_DBIAS = 0, 1, 2
 
 _ZERO = ct.PaddingMode.ZERO
+# exp(-22) is 3e-10: of terms that all have this factor, float32 sums in which others cancel leave rounding
+# alone, which da would multiply by a large dt.
+_LEAST_FELT = -22.0
 
 
 def load_row_of_heads(rows, which, index, shape):
@@ -101,7 +104,9 @@ def finish_dt(
     states = ct.load(overlap, (batch, head_tile, tile, 0), (1, TILE_H, 1, TILE_P), padding_mode=_ZERO)
     across = ct.sum(states.reshape((TILE_H, TILE_P)), axis=1, keepdims=True)
     moved = ct.cumsum(later + earlier, axis=1, reverse=True) + ct.cumsum(before, axis=1) + across
-    ddt_tile = direct + rate * moved
+    forgets = rate * dt_used < _LEAST_FELT
+    moved = ct.where(forgets, 0.0, moved)
+    ddt_tile = direct + ct.where(forgets, 0.0, rate * moved)
     if STEPS:
         bias = 0.0
         if HAS_BIAS:
