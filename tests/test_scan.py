@@ -1,9 +1,11 @@
 """The full scan: against the token loop, what must hold bit for bit, and under what torch puts around it."""
 
 import math
+import sys
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -116,6 +118,29 @@ def test_chunk_states_at_any_chunk_size(backend: str, chunk_size: int) -> None:
     assert error(states, expected) <= tolerance
     assert offsets.dtype == torch.int32 and offsets.tolist() == expected_offsets
     assert not states[:, :, expected_offsets[-1] :].any()
+
+
+@every_backend
+@LAYOUTS
+@pytest.mark.parametrize("chunk_size", [sys.maxsize, 2**63, np.uint64(2**63)], ids=str)
+def test_a_chunk_may_be_longer_than_any_sequence(backend: str, shape: Shape, chunk_size: Any) -> None:
+    values = shape.values(torch.float32)
+    options = {"return_chunk_states": True, "backend": backend}
+    with running(backend):
+        expected = call(values | {"chunk_size": 91}, **options)
+        assert expected[0].any() and expected[1].any()
+        large = values | {"chunk_size": chunk_size}
+        found = [call(large, **options), call(large | {"x": values["x"].clone().requires_grad_()}, **options)]
+    for results in found:
+        assert all(torch.equal(got, ref) for got, ref in zip(results, expected, strict=True))
+
+
+def test_a_compiled_call_takes_a_chunk_longer_than_any_sequence() -> None:
+    values = EVERYTHING.values(torch.float32) | {"chunk_size": 2**63}
+    compiled = torch.compile(lambda v: call(v, backend="torch"), fullgraph=True, backend="eager")
+    for got, ref in zip(compiled(values), call(values, backend="torch"), strict=True):
+        assert torch.equal(got, ref)
+    torch._dynamo.reset()
 
 
 @every_backend

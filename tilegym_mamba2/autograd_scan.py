@@ -21,7 +21,7 @@ from tilegym_mamba2.autograd import (
     transforms_are_active,
     where_needed,
 )
-from tilegym_mamba2.options import ScanOptions
+from tilegym_mamba2.options import MAX_CHUNK_SIZE, ScanOptions
 from tilegym_mamba2.registry import resolve
 from tilegym_mamba2.validate_scan import validate_scan
 
@@ -51,7 +51,8 @@ def options_of(
         else:
             state_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     limit = (float(dt_min), float(dt_max))
-    return ScanOptions(dt_softplus, limit, operator.index(chunk_size), state_dtype, return_chunk_states)
+    chunk_size = min(operator.index(chunk_size), MAX_CHUNK_SIZE)
+    return ScanOptions(dt_softplus, limit, chunk_size, state_dtype, return_chunk_states)
 
 
 @torch.library.custom_op("tilegym_mamba2::scan", mutates_args=())

@@ -1,12 +1,14 @@
 """The whole Mamba-2 scan as a public op: gates, dt pipeline, packed and padded sequences."""
 
+import operator
+
 import torch
 
 from tilegym_mamba2 import autograd_scan, registry
 from tilegym_mamba2.autocast import FULL, KEEP, LOW, autocast
 from tilegym_mamba2.autograd import differentiable, transforms_are_active
 from tilegym_mamba2.ops_chunk import mamba2_chunk_forward
-from tilegym_mamba2.options import NO_LIMIT
+from tilegym_mamba2.options import MAX_CHUNK_SIZE, NO_LIMIT
 from tilegym_mamba2.validate_scan import check_bool, check_scan_values, validate_scan
 
 __all__ = ["mamba2_chunk_scan"]
@@ -117,6 +119,8 @@ def mamba2_chunk_scan(
     if torch.compiler.is_compiling():
         return _by_op(tensors, flags, backend)
     validate_scan(*tensors, *flags)
+    # An int of Python: torch.library knows no other.
+    flags = (dt_softplus, dt_limit, operator.index(chunk_size), state_dtype, return_chunk_states)
     records = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     # A call through torch.library costs the host tens of microseconds: only where somebody asks for it.
     if records or type(x) not in _PLAIN:
@@ -153,6 +157,9 @@ def _by_op(
     tensors: tuple[torch.Tensor | None, ...], flags: tuple, backend: str | None
 ) -> tuple[torch.Tensor, ...]:
     dt_softplus, (low, high), chunk_size, state_dtype, return_chunk_states = flags
+    # What is no int is left to validation, inside the op.
+    if type(chunk_size) is int:
+        chunk_size = min(chunk_size, MAX_CHUNK_SIZE)
     results = autograd_scan.scan(
         *tensors, dt_softplus, float(low), float(high), chunk_size, state_dtype, return_chunk_states, backend
     )

@@ -5,11 +5,14 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["NO_LIMIT", "ScanOptions"]
+__all__ = ["MAX_CHUNK_SIZE", "NO_LIMIT", "ScanOptions"]
 
 # 0 and not 0.0: torch.compile with dynamic shapes would make a symbol of a float.
 NO_LIMIT = (0, math.inf)
 """The default of dt_limit."""
+
+MAX_CHUNK_SIZE = 2**31 - 1
+"""A larger chunk_size means this one: backends multiply with it in 64 bits; torch.library takes no more."""
 
 
 @dataclass(frozen=True)
