@@ -394,6 +394,8 @@ def test_strides_do_not_matter(backend: str) -> None:
         ({"d": "HP"}, False),
         ({"z": True}, False),
         ({"dt_limit": (0.0, 1.0)}, False),
+        ({"dt_limit": [0, math.inf]}, True),
+        ({"dt_limit": [0.0, 1.0]}, False),
     ],
     ids=str,
 )

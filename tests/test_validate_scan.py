@@ -41,6 +41,20 @@ def scan(arguments: dict[str, Any]) -> Any:
     return mamba2_chunk_scan(*positional, **({"backend": "torch"} | arguments))
 
 
+LIMIT_ERRORS = [
+    (
+        {"dt_limit": np.array([0.0, 1.0])},
+        TypeError,
+        "dt_limit must be two numbers (low, high), got array([0., 1.])",
+    ),
+    (
+        {"dt_limit": (np.array([0.0, 1.0]), INF)},
+        TypeError,
+        "dt_limit must be two numbers (low, high), got (array([0., 1.]), inf)",
+    ),
+    ({"dt_limit": (False, INF)}, TypeError, "dt_limit must be two numbers (low, high), got (False, inf)"),
+]
+NUMPY_BOOL = f"numpy.{np.bool_.__name__}"
 SCAN_ERRORS = [
     ({"x": z(2, 16, 4)}, ValueError, "x must have shape (B, T, H, P), got (2, 16, 4)"),
     ({"dt": z(2, 16)}, ValueError, "dt must have shape (B, T, H) = (2, 16, 4), got (2, 16)"),
@@ -62,11 +76,19 @@ SCAN_ERRORS = [
     ({"dt_bias": z(1)}, ValueError, "dt_bias must have shape (H,) = (4,), got (1,)"),
     ({"dt_bias": z(4, dtype=torch.int64)}, TypeError, "dt_bias must have dtype float32, got int64"),
     ({"dt_softplus": 1}, TypeError, "dt_softplus must be True or False, got int 1"),
+    (
+        {"dt_softplus": np.False_},
+        TypeError,
+        f"dt_softplus must be True or False, got {NUMPY_BOOL} {np.False_!r}",
+    ),
     ({"dt_softplus": None}, TypeError, "dt_softplus must be True or False, got NoneType None"),
     ({"dt_limit": 0.1}, TypeError, "dt_limit must be two numbers (low, high), got 0.1"),
     ({"dt_limit": (0.1,)}, TypeError, "dt_limit must be two numbers (low, high), got (0.1,)"),
     ({"dt_limit": (0.1, None)}, TypeError, "dt_limit must be two numbers (low, high), got (0.1, None)"),
     ({"dt_limit": (0.2, 0.1)}, ValueError, "dt_limit must be (low, high) with low ≤ high, got (0.2, 0.1)"),
+    ({"dt_limit": (INF, INF)}, ValueError, "dt_limit must leave finite steps, got (inf, inf)"),
+    ({"dt_limit": (-INF, -INF)}, ValueError, "dt_limit must leave finite steps, got (-inf, -inf)"),
+    *LIMIT_ERRORS,
     (
         {"dt_limit": (0.0, math.nan)},
         ValueError,
@@ -139,6 +161,15 @@ PACKED_ERRORS = [
 def test_scan_errors(changes: dict[str, Any], kind: type, message: str) -> None:
     with pytest.raises(kind) as raised:
         scan(scan_arguments(**changes))
+    assert str(raised.value) == message
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "message"), [case for case in SCAN_ERRORS if "dt_limit" in case[0]], ids=str
+)
+def test_errors_of_limits_without_another_option(changes: dict[str, Any], kind: type, message: str) -> None:
+    with pytest.raises(kind) as raised:
+        scan(scan_arguments(z=None, **changes))
     assert str(raised.value) == message
 
 
@@ -311,6 +342,13 @@ STEP_ERRORS = [
     ({"z": z(3, 4, 8)}, ValueError, "z must have shape (B, K, H, P) = (3, 2, 4, 8), got (3, 4, 8)"),
     ({"dt_bias": z(2)}, ValueError, "dt_bias must have shape (H,) = (4,), got (2,)"),
     ({"dt_softplus": 0}, TypeError, "dt_softplus must be True or False, got int 0"),
+    (
+        {"dt_softplus": np.True_},
+        TypeError,
+        f"dt_softplus must be True or False, got {NUMPY_BOOL} {np.True_!r}",
+    ),
+    *LIMIT_ERRORS,
+    ({"dt_limit": (INF, INF)}, ValueError, "dt_limit must leave finite steps, got (inf, inf)"),
     ({"dt_limit": (1, 0)}, ValueError, "dt_limit must be (low, high) with low ≤ high, got (1, 0)"),
     ({"out": z(3, 4, 8)}, ValueError, "out must have shape (B, K, H, P) = (3, 2, 4, 8), got (3, 4, 8)"),
     (

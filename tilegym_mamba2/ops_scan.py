@@ -8,7 +8,7 @@ from tilegym_mamba2 import autograd_scan, registry
 from tilegym_mamba2.autocast import FULL, KEEP, LOW, autocast
 from tilegym_mamba2.autograd import differentiable, transforms_are_active
 from tilegym_mamba2.ops_chunk import mamba2_chunk_forward
-from tilegym_mamba2.options import MAX_CHUNK_SIZE, NO_LIMIT
+from tilegym_mamba2.options import MAX_CHUNK_SIZE, NO_LIMIT, is_no_limit
 from tilegym_mamba2.validate_scan import check_bool, check_scan_values, validate_scan
 
 __all__ = ["mamba2_chunk_scan"]
@@ -56,8 +56,8 @@ def mamba2_chunk_scan(
         z: (B, T, H, P) gate in x's dtype. None: no gate.
         dt_bias: (H,) float32 or x's dtype. None: zero.
         dt_softplus: whether dt goes through softplus, which is exact for large values.
-        dt_limit: (low, high); the gradient of a dt that is cut to them is 0. Without dt_bias, dt_softplus and
-            limits of your own dt is used as it is, and must be ≥ 0.
+        dt_limit: (low, high); the gradient of a dt that is cut to them is 0. dt < 0 as used is outside the
+            contract: cut to low where the call has an option, and undefined where it has none.
         init_state: (B, H, P, N), packed (S, H, P, N), in float32, bfloat16, float64 or x's dtype. None: zero.
         cu_seqlens: (S + 1,) int32 or int64, with B of 1: sequence s is the tokens from cu_seqlens[s] to
             cu_seqlens[s + 1], which may be none. It begins with 0; tokens past its end give zeros.
@@ -102,7 +102,7 @@ def mamba2_chunk_scan(
         and seq_lens is None
         and state_dtype is None
         and return_chunk_states is False
-        and dt_limit == NO_LIMIT
+        and is_no_limit(dt_limit)
         and getattr(d, "ndim", 1) != 2
         and (torch.compiler.is_compiling() or _forward_has(backend))
     )

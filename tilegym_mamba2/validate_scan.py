@@ -17,11 +17,12 @@ Values on the CPU are at hand, so that lengths and slots there are always checke
 the caller asks for it: it makes the host wait for the device.
 """
 
+import math
 from typing import Any, NoReturn
 
 import torch
 
-from tilegym_mamba2.options import NO_LIMIT
+from tilegym_mamba2.options import is_no_limit
 from tilegym_mamba2.validate import Dims, dtype_name, dtype_names, state_dtypes, validate_forward
 
 __all__ = ["check_bool", "check_scan_values", "validate_scan", "validate_state_update"]
@@ -99,7 +100,7 @@ def check_scan_values(
     """
     _check_lengths(cu_seqlens, seq_lens, dt.shape[1])
     _check_all("a must be ≤ 0", a, a <= 0)
-    piped = dt_softplus or dt_bias is not None or tuple(dt_limit) != NO_LIMIT
+    piped = dt_softplus or dt_bias is not None or not is_no_limit(dt_limit)
     used = dt
     if piped:
         from tilegym_mamba2.backends.torch.step_size import step_size
@@ -132,7 +133,7 @@ def validate_state_update(
     """Checks the arguments of `mamba2_state_update`; raises as `validate_scan` does."""
     if not _fast_step(state, x, dt, a, b, c, d, z, dt_bias, state_indices, out):
         _check_step(state, x, dt, a, b, c, d, z, dt_bias, state_indices, out)
-    if dt_softplus is not False or dt_limit != NO_LIMIT:
+    if dt_softplus is not False or not is_no_limit(dt_limit):
         _check_pipeline(dt_softplus, dt_limit)
     if _at_hand(state_indices):
         slots = state.shape[0]
@@ -312,12 +313,17 @@ def _check_pipeline(dt_softplus: Any, dt_limit: Any) -> None:
     low, high = dt_limit
     if not low <= high:
         raise ValueError(f"dt_limit must be (low, high) with low ≤ high, got {tuple(dt_limit)!r}")
+    if low == math.inf or high == -math.inf:
+        raise ValueError(f"dt_limit must leave finite steps, got {tuple(dt_limit)!r}")
 
 
 def check_bool(name: str, value: Any) -> None:
     """Raises TypeError for anything but True and False."""
     if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {type(value).__name__} {value!r}")
+        kind = type(value)
+        # numpy's is called bool too.
+        told = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+        raise TypeError(f"{name} must be True or False, got {told} {value!r}")
 
 
 def _at_hand(tensor: Any) -> bool:
