@@ -316,6 +316,21 @@ def test_a_sequence_changes_no_bit_of_another(backend: str, bad: float) -> None:
 
 
 @every_backend
+@LAYOUTS
+def test_a_rate_of_minus_infinity_forgets_everything(backend: str, shape: Shape) -> None:
+    dtype, tolerance = PRECISION[backend]
+    values = shape.values(dtype)
+    dout, dfinal = cotangents(values)
+    found = []
+    for rate in (-1e6, -math.inf):
+        values["a"][1] = rate
+        with running(backend):
+            results, gradients = with_gradients(values, dout, dfinal, backend=backend)
+        found.append((*results, *(gradients[name] for name in gradients)))
+    assert all(error(got, ref) <= tolerance for got, ref in zip(*found, strict=True))
+
+
+@every_backend
 def test_padded_rows_equal_shorter_calls(backend: str) -> None:
     dtype, tolerance = PRECISION[backend]
     values = PADDED.values(dtype)

@@ -50,7 +50,7 @@ def mamba2_chunk_scan(
     Args:
         x: (B, T, H, P) in float64, float32, bfloat16 or float16.
         dt: (B, T, H) in any of the four. Computed with in float32 (float64 where any input is float64).
-        a: (H,) natural-log decay rate, ≤ 0; float32 or x's dtype.
+        a: (H,) natural-log decay rate, ≤ 0; float32 or x's dtype. -inf forgets all that was before a dt > 0.
         b, c: (B, T, G, N) in x's dtype; G divides H.
         d: (H,) or (H, P) weight of the skip term; float32 or x's dtype. None: no skip term.
         z: (B, T, H, P) gate in x's dtype. None: no gate.

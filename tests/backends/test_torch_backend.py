@@ -473,6 +473,20 @@ def test_tokens_after_a_violent_one_keep_their_weights(dtype, tolerance):
     assert_close(chunked.mamba2_chunk_backward(**p, dout=dout, dfinal_state=dfinal), reference, tolerance)
 
 
+@pytest.mark.parametrize("chunk_size", [1, 64, 256])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_rate_of_minus_infinity_forgets_everything(dtype, chunk_size):
+    p = problem(150, dtype=dtype)
+    p["dt"] += 0.1
+    p["dt"][:, 40] = 1e-12  # forgets as much as any other
+    p["a"][1] = -1e20
+    reference = all_results(recurrent, p)
+    p["a"][1] = -math.inf
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    assert_close(all_results(chunked, p, chunk_size=chunk_size), reference, tolerance)
+    assert_close(recurrent.mamba2_chunk_forward(**p), reference[:2], tolerance)
+
+
 def noisy_triangle(L, device):
     """Ones below the diagonal, up to 1e-12: sums as a parallel scan may round them, not monotone at ties."""
     generator = torch.Generator().manual_seed(L)

@@ -123,7 +123,7 @@ def backward(
             dx = dx + _per_head(d, work) * dy
             terms = (dy * segment.x).sum((0, 1, 2), dtype=torch.float64)
             dd = dd + (terms if d.dim() == 2 else terms.sum(-1))
-        ddt = ddt + a.to(work) * dlog_decay.to(work)
+        ddt = ddt + finite(a).to(work) * dlog_decay.to(work)
         da = da + (dlog_decay * segment.dt).sum((0, 1, 2))
         per_token.append(
             [tokens(grad, like) for grad, like in zip((dx, db, dc, ddt), piece[:4], strict=True)]
@@ -160,10 +160,18 @@ def cut(piece: tuple[torch.Tensor, ...], a: torch.Tensor, L: int, work: torch.dt
     """Cut one piece (x, b, c, dt, ...) into chunks and sum its decay."""
     x, b, c, dt = (chunks(tokens, L, work) for tokens in piece[:4])
     # A product with a triangle of ones: torch.cumsum on CUDA is refused in deterministic mode.
-    g = triangle(L, dt.device) @ (a.double() * dt.double())
+    # -inf would make NaN of differences, and of the filling with dt = 0; 1e30 is past any other decay.
+    forgets = (a == -torch.inf) & (dt > 0)
+    log_decay = (finite(a).double() * dt.double()).masked_fill(forgets, -1e30)
+    g = triangle(L, dt.device) @ log_decay
     # Rounded prefix sums of negative numbers need not decrease. Detached, so that a tie keeps its gradient.
     g = g + (g.detach().cummin(dim=2).values - g.detach())
     return Segment(x, b, c, dt, g)
+
+
+def finite(a: torch.Tensor) -> torch.Tensor:
+    """a with 0 for -inf, of which exp(a·dt) does not depend on dt."""
+    return a.masked_fill(a == -torch.inf, 0.0)
 
 
 def triangle(L: int, device: torch.device) -> torch.Tensor:
