@@ -86,6 +86,32 @@ FORWARD_ERRORS = [
     ({"c": np.zeros((2, 16, 1, 32), np.float32)}, TypeError, "c must be a torch.Tensor, got ndarray"),
     ({"d": 1}, TypeError, "d must be a torch.Tensor or None, got int"),
     ({"init_state": 0}, TypeError, "init_state must be a torch.Tensor or None, got int"),
+    # layouts
+    (
+        {"x": z(2, 16, 4, 8).to_sparse()},
+        TypeError,
+        "x must be a dense (strided) tensor, got layout torch.sparse_coo",
+    ),
+    (
+        {"dt": z(2, 16, 4).to_sparse_csr()},
+        TypeError,
+        "dt must be a dense (strided) tensor, got layout torch.sparse_csr",
+    ),
+    (
+        {"d": z(4).to_sparse()},
+        TypeError,
+        "d must be a dense (strided) tensor, got layout torch.sparse_coo",
+    ),
+    (
+        {"x": torch.nested.nested_tensor([z(16, 4, 8), z(15, 4, 8)], layout=torch.jagged)},
+        TypeError,
+        "x must be a dense (strided) tensor, got layout torch.jagged",
+    ),
+    (
+        {"b": torch.nested.nested_tensor([z(16, 1, 32), z(15, 1, 32)])},
+        TypeError,
+        "b must be a dense (strided) tensor, got a nested one",
+    ),
     # dtypes
     (
         {"x": z(2, 16, 4, 8, dtype=torch.int64)},

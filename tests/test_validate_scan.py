@@ -54,6 +54,12 @@ LIMIT_ERRORS = [
     ),
     ({"dt_limit": (False, INF)}, TypeError, "dt_limit must be two numbers (low, high), got (False, inf)"),
 ]
+NESTED = torch.nested.nested_tensor([z(16, 4, 8), z(15, 4, 8)])
+SPARSE_ERRORS = [
+    ({"d": z(4).to_sparse()}, TypeError, "d must be a dense (strided) tensor, got layout torch.sparse_coo"),
+    ({"z": NESTED}, TypeError, "z must be a dense (strided) tensor, got a nested one"),
+    ({"a": z(4).to_sparse()}, TypeError, "a must be a dense (strided) tensor, got layout torch.sparse_coo"),
+]
 NUMPY_BOOL = f"numpy.{np.bool_.__name__}"
 SCAN_ERRORS = [
     ({"x": z(2, 16, 4)}, ValueError, "x must have shape (B, T, H, P), got (2, 16, 4)"),
@@ -88,6 +94,7 @@ SCAN_ERRORS = [
     ({"dt_limit": (0.2, 0.1)}, ValueError, "dt_limit must be (low, high) with low ≤ high, got (0.2, 0.1)"),
     ({"dt_limit": (INF, INF)}, ValueError, "dt_limit must leave finite steps, got (inf, inf)"),
     ({"dt_limit": (-INF, -INF)}, ValueError, "dt_limit must leave finite steps, got (-inf, -inf)"),
+    *SPARSE_ERRORS,
     *LIMIT_ERRORS,
     (
         {"dt_limit": (0.0, math.nan)},
@@ -346,6 +353,13 @@ STEP_ERRORS = [
         {"dt_softplus": np.True_},
         TypeError,
         f"dt_softplus must be True or False, got {NUMPY_BOOL} {np.True_!r}",
+    ),
+    *SPARSE_ERRORS,
+    ({"state": NESTED}, TypeError, "state must be a dense (strided) tensor, got a nested one"),
+    (
+        {"x": z(3, 2, 4, 8).to_sparse()},
+        TypeError,
+        "x must be a dense (strided) tensor, got layout torch.sparse_coo",
     ),
     *LIMIT_ERRORS,
     ({"dt_limit": (INF, INF)}, ValueError, "dt_limit must leave finite steps, got (inf, inf)"),

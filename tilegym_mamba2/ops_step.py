@@ -130,7 +130,7 @@ def _key(
                 if tensor is not None and tensor.requires_grad:
                     return None
         form = form_of_step(*tensors, out)
-    except AttributeError:  # no tensor: validation says which
+    except (AttributeError, RuntimeError):  # no tensor, or a sparse or nested one: validation says which
         return None
     return form, dt_softplus, dt_limit, registry.choice(backend)[0], registry.generation()
 

@@ -19,7 +19,15 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-__all__ = ["Dims", "dtype_name", "dtype_names", "state_dtypes", "validate_backward", "validate_forward"]
+__all__ = [
+    "Dims",
+    "check_dense",
+    "dtype_name",
+    "dtype_names",
+    "state_dtypes",
+    "validate_backward",
+    "validate_forward",
+]
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Tuples: `in` finds a dtype by identity there, where a set would hash it first.
@@ -140,7 +148,10 @@ def _fast(
                 and dfinal_state.device == device
             )
         )
-    except (AttributeError, KeyError, TypeError, ValueError):
+        for tensor in (x, a, b, c, d, dt, init_state, dout, dfinal_state):
+            fine = fine and (tensor is None or tensor.layout is torch.strided)
+    # RuntimeError: a nested tensor has no shape.
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
         return None
     return Dims(batch, tokens, heads, head_size, groups, state_size) if fine else None
 
@@ -166,6 +177,7 @@ def _check(tensors: dict[str, Any], chunk_size: Any) -> Dims:
         if not isinstance(tensor, torch.Tensor):
             none = " or None" if name in _OPTIONAL else ""
             raise TypeError(f"{name} must be a torch.Tensor{none}, got {type(tensor).__name__}")
+        check_dense(name, tensor)
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     dims = _check_shapes(given)
     _check_dtypes(given)
@@ -174,6 +186,14 @@ def _check(tensors: dict[str, Any], chunk_size: Any) -> Dims:
             raise ValueError(f"{name} must be on {given['x'].device} like x, got {tensor.device}")
     _check_chunk_size(chunk_size)
     return dims
+
+
+def check_dense(name: str, tensor: torch.Tensor) -> None:
+    """Raises TypeError for sparse and nested tensors, of which the ops know nothing."""
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{name} must be a dense (strided) tensor, got layout {tensor.layout}")
+    if tensor.is_nested:
+        raise TypeError(f"{name} must be a dense (strided) tensor, got a nested one")
 
 
 def _check_shapes(given: dict[str, torch.Tensor]) -> Dims:

@@ -23,7 +23,14 @@ from typing import Any, NoReturn
 import torch
 
 from tilegym_mamba2.options import is_no_limit
-from tilegym_mamba2.validate import Dims, dtype_name, dtype_names, state_dtypes, validate_forward
+from tilegym_mamba2.validate import (
+    Dims,
+    check_dense,
+    dtype_name,
+    dtype_names,
+    state_dtypes,
+    validate_forward,
+)
 
 __all__ = ["check_bool", "check_scan_values", "validate_scan", "validate_state_update"]
 
@@ -161,6 +168,9 @@ def _fast_step(
         batch, heads, head_size = x_shape[0], x_shape[-2], x_shape[-1]
         groups, state_size = b_shape[-2], b_shape[-1]
         slots, *state_sizes = state.shape
+        for tensor in (state, x, dt, a, b, c, d, z, dt_bias, state_indices, out):
+            if tensor is not None and tensor.layout is not torch.strided:
+                return False
         dtype, device = x.dtype, x.device
         return bool(
             dtype in _FLOATS
@@ -192,7 +202,8 @@ def _fast_step(
             and (state_indices is None or _fits(state_indices, ((batch,),), _INTS, device))
             and (out is None or out.shape == x_shape and out.dtype is dtype and out.device == device)
         )
-    except (AttributeError, IndexError, TypeError, ValueError):
+    # RuntimeError: a nested tensor has no shape.
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
         return False
 
 
@@ -271,6 +282,7 @@ def _check_tensor(
     if not isinstance(tensor, torch.Tensor):
         none = " or None" if name in _OPTIONAL else ""
         raise TypeError(f"{name} must be a torch.Tensor{none}, got {type(tensor).__name__}")
+    check_dense(name, tensor)
     if shapes is not None and tuple(tensor.shape) not in shapes.values():
         _wrong_shape(name, shapes, tensor)
     if tensor.dtype not in dtypes:
