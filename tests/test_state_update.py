@@ -335,6 +335,23 @@ def test_a_known_form_gives_the_same_bits(as_on_a_gpu: list[int], token: Any, gi
     assert target is None or got is target
 
 
+def test_a_known_form_is_checked_for_overlap(as_on_a_gpu: list[int]) -> None:
+    values = EVERYTHING.values(torch.float32)
+    shape, size = values["x"].shape, values["init_state"].numel()
+    buffer = torch.zeros(size + 2 * values["x"].numel())
+    state, free = buffer[:size].view_as(values["init_state"]), buffer[size:].chunk(2)
+    for out in free:
+        step(state, values, backend="cutile", out=out.view(shape))
+    assert len(as_on_a_gpu) == 1
+    before = buffer.clone()
+    for start in (0, size - 4):
+        with pytest.raises(ValueError, match="out must not overlap state"):
+            step(state, values, backend="cutile", out=buffer[start:][: len(free[0])].view(shape))
+    with pytest.raises(ValueError, match="state is written, and must not repeat"):
+        step(state[:1].expand(state.shape), values, backend="cutile")
+    assert torch.equal(buffer, before)
+
+
 def test_another_form_is_checked_again(as_on_a_gpu: list[int]) -> None:
     values = EVERYTHING.values(torch.float32)
     state, pool = values["init_state"], torch.zeros(5, 4, 3, 5)

@@ -384,6 +384,47 @@ def test_step_errors(changes: dict[str, Any], kind: type, message: str) -> None:
     assert str(raised.value) == message
 
 
+WRITTEN = [
+    (
+        {"state": z(1, 4, 8, 16).expand(3, 4, 8, 16)},
+        "state is written, and must not repeat elements in memory",
+    ),
+    (
+        {"state": z(2000).as_strided((3, 4, 8, 16), (512, 128, 16, 2))},
+        "state is written, and must not repeat",
+    ),
+    ({"out": z(3, 1, 4, 8).expand(3, 2, 4, 8)}, "out is written, and must not repeat elements in memory"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), WRITTEN, ids=[m for _, m in WRITTEN])
+def test_what_is_written_must_not_repeat_elements(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        update(step_arguments(**changes))
+
+
+def test_out_must_not_overlap_state() -> None:
+    buffer = torch.randn(3, 512 + 64)
+    state = buffer[:, :512].view(3, 4, 8, 16)
+    arguments = step_arguments(state=state, x=torch.randn(3, 2, 4, 8), z=torch.randn(3, 2, 4, 8))
+    before = buffer.clone()
+    inside = [state[:, :2, :4, :8], state[:, 2:, 4:, 8:], buffer.flatten()[-193:-1].view(3, 2, 4, 8)]
+    for out in (*inside, buffer[:, 511:575].view(3, 2, 4, 8)):
+        with pytest.raises(ValueError, match="^out must not overlap state in memory: both are written$"):
+            update(arguments | {"out": out})
+    assert torch.equal(buffer, before)
+    # Beside each other in every row of one buffer, they do not overlap; nor is x or z a state.
+    expected = update(arguments | {"state": state.clone()})
+    assert torch.equal(update(arguments | {"out": buffer[:, 512:].view(3, 2, 4, 8)}), expected)
+    state.copy_(before[:, :512].view_as(state))
+    for name in ("x", "z"):
+        assert torch.equal(
+            update(arguments | {"state": state.clone(), "out": arguments[name].clone()}), expected
+        )
+        copy = arguments[name].clone()
+        assert torch.equal(update(arguments | {"state": state.clone(), name: copy, "out": copy}), expected)
+
+
 def test_step_errors_without_k() -> None:
     with pytest.raises(ValueError, match=r"^dt must have shape \(B, H\) = \(3, 4\), got \(3, 2, 4\)$"):
         update(step_arguments(K=None, dt=z(3, 2, 4)))

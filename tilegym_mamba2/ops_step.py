@@ -10,7 +10,7 @@ from tilegym_mamba2 import registry
 from tilegym_mamba2.autocast import FULL, KEEP, LOW, autocast
 from tilegym_mamba2.forms import form_of_step
 from tilegym_mamba2.options import NO_LIMIT
-from tilegym_mamba2.validate_scan import validate_state_update
+from tilegym_mamba2.validate_scan import span, validate_state_update
 
 __all__ = ["mamba2_state_update"]
 
@@ -42,13 +42,14 @@ def mamba2_state_update(
     Args:
         state: (B, H, P, N), or (slots, H, P, N) with state_indices, in float32, bfloat16, float16 or float64;
             overwritten with the states after the last token. Between the K tokens it is not rounded to its
-            dtype.
+            dtype. No two of its elements may share memory, as those of an expanded tensor do.
         x: (B, H, P), or (B, K, H, P) with K of at least 1, in float64, float32, bfloat16 or float16.
         dt: (B, H) or (B, K, H). b, c: (B, G, N) or (B, K, G, N). z: as x. a, d, dt_bias, dt_softplus,
             dt_limit, and all dtypes: as in `mamba2_chunk_scan`, but dt is always cut to dt_limit.
         state_indices: (B,) int32 or int64, the slot of each row; −1 for a row that reads and writes no state
             and gives zeros. A slot named twice ends up undefined. None: row r uses slot r.
-        out: where to write the result, in x's shape and dtype. None: a new tensor.
+        out: where to write the result, in x's shape and dtype; may be x or z, may not overlap state. None: a
+            new tensor.
         backend: backend of this call; see `mamba2_chunk_forward`.
 
     Tensors may have any strides and are on one device. Nothing waits for the device. Works under
@@ -69,12 +70,18 @@ def mamba2_state_update(
     if not compiling:
         tensors = (state, x, dt, a, b, c, d, z, dt_bias, state_indices)
         key = _key(tensors, dt_softplus, dt_limit, out, backend)
-        known = _known.get(key)
-        if known is not None:
+        seen = _known.get(key)
+        if seen is not None:
+            known, state_span, out_span = seen
             if out is None:
                 out = torch.empty_like(x)
-            known(tensors, dt_limit, out)
-            return out
+                distance = state_span
+            else:
+                distance = out.data_ptr() - state.data_ptr()
+            # Where they lie is no part of the form: those close to each other are checked again.
+            if not -out_span < distance < state_span:
+                known(tensors, dt_limit, out)
+                return out
     tensors = autocast((x, state, dt, a, b, c, d, z, dt_bias, state_indices, out), _AUTOCAST)
     x, state, dt, a, b, c, d, z, dt_bias, state_indices, out = tensors
     if not compiling:
@@ -95,13 +102,14 @@ def mamba2_state_update(
         if key is not None and known is not None:
             if len(_known) >= _MAX_KNOWN:
                 _known.clear()
-            _known[key] = known
+            _known[key] = (known, span(state), span(out))
     return out
 
 
 # What computes a call, by the form of calls that were checked and given a backend once: doing that again took
 # 12 us of 22.
-_known: dict[tuple, Callable[..., None]] = {}
+# With it, the bytes that state and out span.
+_known: dict[tuple, tuple[Callable[..., None], int, int]] = {}
 # Batch sizes change while serving: keep them from growing without end.
 _MAX_KNOWN = 4096
 

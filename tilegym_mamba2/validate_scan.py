@@ -32,8 +32,9 @@ from tilegym_mamba2.validate import (
     validate_forward,
 )
 
-__all__ = ["check_bool", "check_scan_values", "validate_scan", "validate_state_update"]
+__all__ = ["check_bool", "check_scan_values", "span", "validate_scan", "validate_state_update"]
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _INTS = (torch.int32, torch.int64)
 
@@ -140,6 +141,7 @@ def validate_state_update(
     """Checks the arguments of `mamba2_state_update`; raises as `validate_scan` does."""
     if not _fast_step(state, x, dt, a, b, c, d, z, dt_bias, state_indices, out):
         _check_step(state, x, dt, a, b, c, d, z, dt_bias, state_indices, out)
+    _check_written(state, out)
     if dt_softplus is not False or not is_no_limit(dt_limit):
         _check_pipeline(dt_softplus, dt_limit)
     if _at_hand(state_indices):
@@ -336,6 +338,48 @@ def check_bool(name: str, value: Any) -> None:
         # numpy's is called bool too.
         told = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
         raise TypeError(f"{name} must be True or False, got {told} {value!r}")
+
+
+def _check_written(state: torch.Tensor, out: torch.Tensor | None) -> None:
+    """What is written must be written once: no element of state and out lies where another does."""
+    # Of other kinds (meta, fake, functional ones) nobody knows the memory.
+    given = {"state": state, "out": out}
+    given = {name: t for name, t in given.items() if type(t) in _PLAIN and not t.is_meta and t.numel()}
+    for name, tensor in given.items():
+        if _repeats(tensor):
+            raise ValueError(
+                f"{name} is written, and must not repeat elements in memory, got shape {tuple(tensor.shape)} "
+                f"with strides {tensor.stride()}"
+            )
+    if len(given) == 2 and _overlap(state, out):
+        raise ValueError("out must not overlap state in memory: both are written")
+
+
+def _repeats(tensor: torch.Tensor) -> bool:
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += (size - 1) * stride
+    return False
+
+
+def span(tensor: torch.Tensor, first_dim: int = 0) -> int:
+    """Bytes from the first element to the end of the last, in the dims from `first_dim` on."""
+    sizes = zip(tensor.stride()[first_dim:], tensor.shape[first_dim:], strict=True)
+    return (1 + sum((size - 1) * stride for stride, size in sizes)) * tensor.element_size()
+
+
+def _overlap(state: torch.Tensor, out: torch.Tensor) -> bool:
+    distance = out.data_ptr() - state.data_ptr()
+    if not -span(out) < distance < span(state):
+        return False
+    # Both may be columns of one buffer: then they are apart in every row, or in none.
+    row = state.stride(0) * state.element_size()
+    if row != out.stride(0) * out.element_size() or row == 0:
+        return True
+    return not span(state, 1) <= distance % row <= row - span(out, 1)
 
 
 def _at_hand(tensor: Any) -> bool:
