@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilegym_mamba2 import mamba2_chunk_scan, mamba2_state_update, validate_scan
+from tilegym_mamba2 import interpreter, mamba2_chunk_scan, mamba2_state_update, validate_scan
 
 INF = math.inf
 
@@ -284,6 +284,31 @@ def test_an_error_comes_before_the_choice_of_a_backend() -> None:
         scan(scan_arguments(d=z(5), backend="no such backend"))
 
 
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"dt": z(2, 16, 4, dtype=torch.float64)}, "dt"),
+        ({"init_state": z(2, 4, 8, 32, dtype=torch.float64)}, "init_state"),
+        ({"state_dtype": torch.float64}, "state_dtype"),
+        (scan_arguments(dtype=torch.float64), "x, b, c, z"),
+    ],
+    ids=["dt", "init_state", "state_dtype", "all"],
+)
+def test_the_kernels_refuse_float64_by_name(changes: dict[str, Any], name: str) -> None:
+    with interpreter.interpret(), pytest.raises(TypeError) as raised:
+        scan(scan_arguments(**changes) | {"backend": "cutile"})
+    takes = "backend 'cutile' takes bfloat16, float16 and float32"
+    assert str(raised.value) == f"mamba2_chunk_scan: {takes}, got float64 for {name}; use backend='torch'"
+    if name != "state_dtype":
+        bare = scan_arguments(**changes) | {"z": None, "backend": "cutile"}
+        with interpreter.interpret(), pytest.raises(TypeError) as raised:
+            scan(bare)
+        name = name.removesuffix(", z")
+        assert (
+            str(raised.value) == f"mamba2_chunk_forward: {takes}, got float64 for {name}; use backend='torch'"
+        )
+
+
 # ---- the decoding step
 
 
@@ -430,6 +455,17 @@ def test_step_errors_without_k() -> None:
         update(step_arguments(K=None, dt=z(3, 2, 4)))
     with pytest.raises(ValueError, match=r"^b must have shape \(B, G, N\), got \(3, 1, 2, 16\)$"):
         update(step_arguments(K=None, b=z(3, 1, 2, 16)))
+
+
+@pytest.mark.parametrize("name", ["state", "dt"])
+def test_the_kernel_of_the_step_refuses_float64_by_name(name: str) -> None:
+    arguments = step_arguments()
+    arguments[name] = arguments[name].double()
+    with (
+        interpreter.interpret(),
+        pytest.raises(TypeError, match=f"got float64 for {name}; use backend='torch'"),
+    ):
+        update(arguments | {"backend": "cutile"})
 
 
 shapes = st.sampled_from(

@@ -27,7 +27,7 @@ from .kernels import chunk_cumsum as _cumsum
 from .kernels import compute_out as _out
 from .kernels import fwd_pass_state as _states
 from .kernels.products import BF16, TF32, TF32X3
-from .launch import INT32_REACH, Launch, Step, hinted, needs_wide, run_plan
+from .launch import INT32_REACH, Launch, Step, hinted, needs_wide, refuse_float64, run_plan
 
 __all__ = [
     "chunk_cumsum",
@@ -46,6 +46,7 @@ MIN_TILE_N = 16
 
 _X_DTYPES = frozenset((torch.bfloat16, torch.float16, torch.float32))
 _OK = (True, "")
+_ARGUMENTS = ("x", "a", "b", "c", "d", "dt", "init_state", "dout", "dfinal_state")
 
 
 def supports(op_name: str, x: torch.Tensor, *others: torch.Tensor | None) -> tuple[bool, str]:
@@ -58,10 +59,7 @@ def supports(op_name: str, x: torch.Tensor, *others: torch.Tensor | None) -> tup
                 break
         else:
             return _OK
-    raise TypeError(
-        f"{op_name}: backend 'cutile' takes bfloat16, float16 and float32 tensors, got a float64 one; "
-        "use backend='torch'"
-    )
+    refuse_float64(op_name, _ARGUMENTS, (x, *others))
 
 
 def mamba2_chunk_forward(

@@ -10,7 +10,7 @@ import threading
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import cuda.tile as ct
 import torch
@@ -50,6 +50,19 @@ class Step:
 
     def launch(self, arrays: tuple[Any, ...], outputs: Mapping[str, torch.Tensor] = _NO_OUTPUTS) -> Launch:
         return Launch(self.kernel, self.grid, arrays + self.constants, outputs, self.chained)
+
+
+def refuse_float64(op_name: str, names: tuple[str, ...], arguments: Sequence[Any]) -> NoReturn:
+    """Raises the TypeError about float64 that names the arguments which have it."""
+    wide = [
+        name
+        for name, value in zip(names, arguments, strict=False)
+        if isinstance(value, torch.Tensor) and value.dtype is torch.float64
+    ]
+    raise TypeError(
+        f"{op_name}: backend 'cutile' takes bfloat16, float16 and float32, got float64 for "
+        f"{', '.join(wide) or 'state_dtype'}; use backend='torch'"
+    )
 
 
 @functools.cache

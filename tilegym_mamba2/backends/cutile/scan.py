@@ -42,7 +42,7 @@ from .forward import (
 from .kernels import scan_out as _out
 from .kernels import scan_rows as _rows
 from .kernels import scan_states as _states
-from .launch import INT32_REACH, Launch, Step, hinted, needs_wide, run_plan
+from .launch import INT32_REACH, Launch, Step, hinted, needs_wide, refuse_float64, run_plan
 from .ragged import Ragged
 from .scan_config import ScanConfig
 
@@ -52,6 +52,9 @@ OP = "mamba2_chunk_scan"
 
 _X_DTYPES = frozenset((torch.bfloat16, torch.float16, torch.float32))
 _OK = (True, "")
+_TENSORS = ("x", "dt", "a", "b", "c", "d", "z", "dt_bias", "init_state", "cu_seqlens", "seq_lens")
+# The forward's, and with the last two the backward's.
+_ARGUMENTS = (*_TENSORS, "dout", "dfinal_state")
 
 
 def supports(op_name: str, x: torch.Tensor, *others: Any) -> tuple[bool, str]:
@@ -64,10 +67,7 @@ def supports(op_name: str, x: torch.Tensor, *others: Any) -> tuple[bool, str]:
         elif isinstance(other, ScanOptions):
             wide = wide or other.state_dtype is torch.float64
     if wide:
-        raise TypeError(
-            f"{op_name}: backend 'cutile' takes bfloat16, float16 and float32, got float64, for a tensor or "
-            "for state_dtype; use backend='torch'"
-        )
+        refuse_float64(op_name, _ARGUMENTS, (x, *others))
     return _OK
 
 

@@ -12,7 +12,7 @@ from tilegym_mamba2.forms import form_of_step
 
 from .availability import find_tileiras, tileiras_facts
 from .kernels import state_update as _kernels
-from .launch import Step, hinted, needs_wide, run_plan
+from .launch import Step, hinted, needs_wide, refuse_float64, run_plan
 
 __all__ = ["StateUpdateConfig", "mamba2_state_update", "override", "supports"]
 
@@ -20,6 +20,7 @@ OP = "mamba2_state_update"
 
 _X_DTYPES = frozenset((torch.bfloat16, torch.float16, torch.float32))
 _OK = (True, "")
+_ARGUMENTS = ("state", "x", "dt", "a", "b", "c", "d", "z", "dt_bias")
 
 
 @dataclass(frozen=True)
@@ -107,10 +108,7 @@ def supports(
                 break
         else:
             return _OK
-    raise TypeError(
-        f"{op_name}: backend 'cutile' takes bfloat16, float16 and float32 tensors, got a float64 one; "
-        "use backend='torch'"
-    )
+    refuse_float64(op_name, _ARGUMENTS, (state, x, *others))
 
 
 def mamba2_state_update(
