@@ -12,7 +12,7 @@ import torch
 from tests.registering import problem
 from tilegym_mamba2 import BackendUnavailable, registry
 from tilegym_mamba2.backends.cutile import availability
-from tilegym_mamba2.backends.cutile.availability import INSTALL, Probe
+from tilegym_mamba2.backends.cutile.availability import INSTALL, WITHOUT_GPU, Probe
 
 H200 = Probe(
     torch="2.13.0",
@@ -49,7 +49,12 @@ def test_a_whole_machine_is_ready():
             ["driver is too old", "found 550.54.15 (CUDA 12.4)", "needed R580 or newer (CUDA 13)", INSTALL],
         ),
         ({"cuda_driver": 12080, "driver": None}, ["driver is too old", "found CUDA 12.8", "R580", INSTALL]),
-        ({"gpu_name": None, "capability": None}, ["no GPU", "found torch", "needs an NVIDIA GPU", INSTALL]),
+        (
+            {"gpu_name": None, "capability": None},
+            ["no GPU", "found torch", "needs an NVIDIA GPU", WITHOUT_GPU],
+        ),
+        ({"gpu_name": None, "capability": None, "cuda_tile": None}, ["no GPU", INSTALL, WITHOUT_GPU]),
+        ({"gpu_name": None, "capability": None, "tileiras_path": None}, ["no GPU", INSTALL, WITHOUT_GPU]),
         ({"cuda_tile": None}, ["cuda-tile is not installed", INSTALL]),
         (
             {"tileiras_path": None, "tileiras_version": None, "tileiras_gpus": ()},
@@ -101,12 +106,25 @@ def test_tensors_on_the_cpu(monkeypatch):
     ok, reason = availability.available(torch.device("cpu"))
     assert not ok
     assert reason.startswith("the tensors are on the CPU and it needs them on an NVIDIA GPU (found: ")
-    assert reason.endswith(f"Install: {INSTALL}")
     availability.forget()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     ok, reason = availability.available(torch.device("cpu"))
     assert not ok and "2 NVIDIA GPUs that torch can use: move the tensors there" in reason
+    assert WITHOUT_GPU not in reason
     assert "the tensors are on meta" in availability.available(torch.device("meta"))[1]
+
+
+def test_only_what_is_missing_is_to_be_installed(monkeypatch, tileiras):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    nothing = replace(H200, gpu_name=None, capability=None)
+    reason = availability.available(torch.device("cpu"))[1]
+    for text in (reason, availability.judge_probe(nothing)):
+        assert "pip install" not in text and "no GPU" in text
+        for part in ("'torch'", "tilegym_mamba2.interpreter.interpret()", "TILEGYM_MAMBA2_INTERPRET=1"):
+            assert part in text
+    availability.forget()
+    monkeypatch.setattr(availability, "_installed", lambda package: None)
+    assert INSTALL in availability.available(torch.device("cpu"))[1]
 
 
 def test_the_error_of_a_call_holds_the_reason():
@@ -115,7 +133,7 @@ def test_the_error_of_a_call_holds_the_reason():
         registry.resolve("mamba2_chunk_forward", "cutile", inputs)
     text = str(error.value)
     assert "backend 'cutile' (chosen by backend=) cannot run: the tensors are on the CPU" in text
-    assert INSTALL in text
+    assert torch.cuda.is_available() or WITHOUT_GPU in text
     assert isinstance(error.value, RuntimeError)
 
 

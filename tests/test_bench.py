@@ -515,7 +515,7 @@ def test_bench_command_writes_resumes_and_remakes(app, tmp_path):
         (("--time", "cpu"), "graph, eager or host"),
         (("--version-of", "mamba_ssm"), "NAME=VERSION"),
         (("--thin-tilegym", "3"), "than or equal to 4"),
-        (("--from", "missing.jsonl"), "missing.jsonl"),
+        (("--from", "missing.jsonl"), "--from: missing.jsonl cannot be read: No such file or directory"),
         (("--from", "rows.jsonl", "--spec", "aligned"), "--from measures nothing"),
         (("--device", "hammer"), "--device"),
         (("--spec", "one-token", "--backend", "cutlie"), "unknown backend 'cutlie'; there are: cutile"),
@@ -1007,12 +1007,15 @@ def test_search_raises_when_the_configuration_in_use_fails():
         search(FakeTuning(Config(1, raises=True), Config(1)))
 
 
-def test_tune_without_a_gpu_says_what_is_missing(app):
+@pytest.mark.parametrize("interpreted", ["0", "1"])
+def test_tune_without_a_gpu_says_what_is_missing(app, monkeypatch, interpreted):
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
+    monkeypatch.setenv("TILEGYM_MAMBA2_INTERPRET", interpreted)
     result = invoke(app, "tune", "--spec", "published")
     assert result.exit_code == 2
-    assert "cutile cannot run here" in result.output
+    assert "cutile cannot run here" in result.output and "there is no GPU" in result.output
+    assert "pip install" not in result.output
 
 
 def test_tune_command_saves_each_key_once_and_shows_what_it_gained(app, monkeypatch, tmp_path):
@@ -1041,7 +1044,7 @@ def test_tune_command_saves_each_key_once_and_shows_what_it_gained(app, monkeypa
         lambda self, **options: sample(self, **(options | {"device": "cpu"})),
     )
     monkeypatch.setattr(cli, "_device", lambda name: SimpleNamespace(type="cuda"))
-    monkeypatch.setattr(availability, "available", lambda device: (True, ""))
+    monkeypatch.setattr(availability, "gpu_available", lambda device: (True, ""))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test")

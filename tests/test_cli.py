@@ -195,7 +195,7 @@ def test_d_and_init_state_may_be_left_out(problem_file: Path) -> None:
         (("--state-dtype", "f32"), ("--state-dtype must be one of",)),
         (("--decay", "fast"), ("decay must be one of published, slow",)),
         (("--backend", "nix"), ("no backend 'nix'", "cutile, torch, tilegym")),
-        (("--backend", "cutile", "--device", "cpu"), ("tensors are on the CPU", "pip install")),
+        (("--backend", "cutile", "--device", "cpu"), ("tensors are on the CPU",)),
         (("--device", "tpu"), ("--device must be cpu, cuda or cuda:N, got 'tpu'",)),
         (("--device", "cuda:99"), ("--device cuda:99: torch finds",)),
         (("--input", "/no/such/file"), ("/no/such/file: no such file",)),
@@ -243,15 +243,21 @@ def test_specs_lists_the_table() -> None:
     assert_one_line_error(invoke("specs", "--tag", "nope"), "unknown tag 'nope'; known are")
 
 
-def test_backends_says_what_can_run_and_why_not() -> None:
+def test_backends_says_what_can_run_and_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilegym_mamba2.backends.cutile import availability
+
     status = json.loads(invoke("backends", "--json").stdout)
     assert status["mamba2_chunk_forward"]["torch"] == {"usable": True, "reason": "ready"}
     table = invoke("backends").stdout
     assert "mamba2_chunk_forward" in table and "tilegym_mamba2.backends.torch" in table
     if not torch.cuda.is_available():
         assert status["mamba2_chunk_forward"]["cutile"]["usable"] is False
+        assert "pip install" not in table and "TILEGYM_MAMBA2_INTERPRET=1" in "".join(table.split())
         # The brackets must not be taken for markup.
-        assert "tilegym-mamba2[cutile]" in "".join(table.split())
+        availability.forget()
+        monkeypatch.setattr(availability, "_installed", lambda package: None)
+        assert "tilegym-mamba2[cutile]" in "".join(invoke("backends").stdout.split())
+        availability.forget()
 
 
 def test_doctor_shows_what_was_found(tileiras: str) -> None:

@@ -106,8 +106,10 @@ def bench(
             )
         try:
             rows = report.load_rows(*from_)
-        except (OSError, ValueError) as error:
-            raise typer.BadParameter(str(error)) from error
+        except OSError as error:
+            raise typer.BadParameter(f"--from: {error.filename} cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            raise typer.BadParameter(f"--from: {error}") from error
     else:
         specs, passes = _specs(spec, tag, device), _passes(pass_)
         _refuse_unknown_passes(specs, passes)
@@ -272,7 +274,7 @@ def tune(
     from rich.table import Table
 
     import tilegym_mamba2
-    from tilegym_mamba2.backends.cutile.availability import available
+    from tilegym_mamba2.backends.cutile.availability import gpu_available
 
     from . import environment
     from . import tune as tuner
@@ -281,7 +283,8 @@ def tune(
     where = _device(device or "cuda")
     if where.type != "cuda":
         raise typer.BadParameter("tune needs a GPU: --device cuda or cuda:N")
-    ok, reason = available(where if torch.cuda.is_available() else None)
+    # Not the tile interpreter: it takes no time that says anything.
+    ok, reason = gpu_available(where if torch.cuda.is_available() else None)
     if not ok:
         err.print(f"error: cutile cannot run here: {reason}", style="red", markup=False)
         raise typer.Exit(2)

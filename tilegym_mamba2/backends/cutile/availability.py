@@ -17,6 +17,10 @@ from pathlib import Path
 import torch
 
 INSTALL = "pip install 'tilegym-mamba2[cutile]'"
+WITHOUT_GPU = (
+    "Without a GPU there are backend 'torch' and, for the kernels of 'cutile' on CPU tensors, the tile "
+    "interpreter: tilegym_mamba2.interpreter.interpret() or TILEGYM_MAMBA2_INTERPRET=1"
+)
 # CUDA 13.0 is the first that loads what tileiras makes; it came with the R580 drivers.
 MIN_CUDA_DRIVER = 13000
 MIN_TILEIRAS = (13, 1)
@@ -117,9 +121,11 @@ def probe(device: torch.device | None = None) -> Probe:
 def _judge(device: torch.device | None) -> tuple[bool, str]:
     if device is not None and device.type != "cuda":
         place = "the CPU" if device.type == "cpu" else device.type
+        # Not by find_tileiras, which imports cuda.tile: too long for a call that ends in the torch backend.
+        whole = _installed("cuda-tile") is not None and find_program("tileiras") is not None
         return False, (
-            f"the tensors are on {place} and it needs them on an NVIDIA GPU (found: {_gpu_text()}). "
-            f"Install: {INSTALL}"
+            f"the tensors are on {place} and it needs them on an NVIDIA GPU (found: {_gpu_text()})"
+            f"{_advice(whole, torch.cuda.device_count() > 0)}"
         )
     problem = judge_probe(probe(device))
     return (False, problem) if problem else (True, "ready")
@@ -134,7 +140,10 @@ def judge_probe(found: Probe) -> str | None:
             f"Update the driver, then: {INSTALL}"
         )
     if found.gpu_name is None:
-        return f"no GPU: found {_no_gpu_text(found)}. It needs an NVIDIA GPU and: {INSTALL}"
+        whole = found.cuda_tile is not None and found.tileiras_path is not None
+        return (
+            f"it needs an NVIDIA GPU and there is no GPU: found {_no_gpu_text(found)}{_advice(whole, False)}"
+        )
     if found.cuda_tile is None:
         return f"cuda-tile is not installed. Install: {INSTALL}"
     if found.tileiras_path is None:
@@ -150,6 +159,12 @@ def judge_probe(found: Probe) -> str | None:
             f"{found.gpu_name} is {found.arch} and needs {needed} or newer. Install: {INSTALL}"
         )
     return None
+
+
+def _advice(installed: bool, gpu: bool) -> str:
+    """What to do about tensors that are on no GPU."""
+    install = "" if installed else f". Install: {INSTALL}"
+    return install if gpu else f"{install}. {WITHOUT_GPU}"
 
 
 def _knows(found: Probe) -> bool:
