@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -276,9 +277,11 @@ def test_doctor_prints_the_kernel_table(monkeypatch: pytest.MonkeyPatch) -> None
 
     row = {"op": "forward", "kernel": "compute_out", "arch": "sm_90", "dtype": "bfloat16", "registers": 128}
     asked = []
-    monkeypatch.setattr(inspection, "report", lambda **options: asked.append(options) or [row])
+    monkeypatch.setattr(inspection, "plan", lambda **options: asked.append(options) or [])
+    monkeypatch.setattr(inspection, "rows", lambda jobs: iter([row]))
     table = invoke("doctor", "--kernels")
     assert table.exit_code == 0
+    assert table.stderr == "0 kernels to compile, a few seconds each\n"
     for part in ("forward", "compute_out", "sm_90", "128", "HGMMA", "UTMALDG"):
         assert part in table.stdout
     rows = json.loads(invoke("doctor", "--kernels", "--arch", "sm_90", "--op", "backward", "--json").stdout)
@@ -288,15 +291,43 @@ def test_doctor_prints_the_kernel_table(monkeypatch: pytest.MonkeyPatch) -> None
     assert_one_line_error(invoke("doctor", "--arch", "sm_90"), "--arch goes with --kernels")
 
     broken = {"kernel": "pass_states", "arch": "sm_90", "dtype": "fp16", "error": "no [such] tile"}
-    monkeypatch.setattr(inspection, "report", lambda **options: [row, broken])
+    monkeypatch.setattr(inspection, "rows", lambda jobs: iter([row, broken]))
+    assert len(json.loads(invoke("doctor", "--kernels", "--json").stdout)["kernels"]) == 2
     table = invoke("doctor", "--kernels")
     assert table.exit_code == 1 and "pass_states for sm_90, fp16: no [such] tile" in table.stdout
 
     def no_compiler(**options: object) -> None:
         raise RuntimeError("tileiras is not installed")
 
-    monkeypatch.setattr(inspection, "report", no_compiler)
+    monkeypatch.setattr(inspection, "plan", no_compiler)
     assert_one_line_error(invoke("doctor", "--kernels"), "tileiras is not installed")
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_doctor_prints_each_kernel_when_it_is_compiled(
+    monkeypatch: pytest.MonkeyPatch, as_json: bool
+) -> None:
+    from tilegym_mamba2.backends.cutile import inspection
+
+    row = {"op": "step", "kernel": "state_update", "arch": "sm_90", "dtype": "bf16", "registers": 60}
+    printed: list[str] = []
+    seen: list[int] = []
+
+    def rows(jobs: list) -> Iterator[dict]:
+        for _ in range(3):
+            seen.append(sum("state_update" in text for text in printed))
+            yield row
+
+    monkeypatch.setattr(inspection, "plan", lambda **options: [])
+    monkeypatch.setattr(inspection, "rows", rows)
+    monkeypatch.setattr("typer.echo", lambda text="", **options: printed.append(text))
+    assert invoke("doctor", "--kernels", *["--json"] * as_json).exit_code == 0
+    assert seen == [0, 1, 2]
+
+
+def test_doctor_lists_the_architectures_of_the_compiler(tileiras: str) -> None:
+    result = invoke("doctor", "--kernels", "--arch", "sm_90", "--arch", "sm_77")
+    assert_one_line_error(result, "--arch must be one of sm_80, ", "sm_90, sm_100, ", "got 'sm_77'")
 
 
 def test_help_and_version() -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -309,27 +310,48 @@ _KERNEL_COLUMNS = (
 
 
 def _kernel_report(archs: list[str] | None, ops: list[str] | None, as_json: bool) -> None:
+    """A row as soon as its kernel is compiled: all of them take many minutes."""
     from tilegym_mamba2.backends.cutile import inspection
+    from tilegym_mamba2.backends.cutile.availability import find_tileiras, tileiras_facts
 
+    path = find_tileiras()
+    known = tileiras_facts(path)[1] if path else ()
+    for arch in archs or ():
+        if known and arch not in known:
+            _fail(f"--arch must be one of {', '.join(known)}, got {arch!r}")
+    done, broken = 0, []
     try:
-        with _errors.status("compiling kernels, a few seconds each …"):
-            chosen = {name: values for name, values in (("archs", archs), ("ops", ops)) if values}
-            rows = inspection.report(**chosen)
+        chosen = {name: values for name, values in (("archs", archs), ("ops", ops)) if values}
+        jobs = inspection.plan(**chosen)
+        _errors.print(f"{len(jobs)} kernels to compile, a few seconds each", highlight=False)
+        widths = [max(len(name), 6) for name in _KERNEL_COLUMNS]
+        widths[0] = max([widths[0], *(len(job.op) for job in jobs)])
+        widths[1] = max([widths[1], *(len(inspection.name_of(job.launch)) for job in jobs)])
+        for done, row in enumerate(inspection.rows(jobs), 1):
+            if row.get("error"):
+                broken.append(row)
+            if as_json:
+                typer.echo((",\n" if done > 1 else '{"kernels": [\n') + json.dumps(row), nl=False)
+                continue
+            if done == 1:
+                typer.echo(_kernel_line(_KERNEL_COLUMNS, widths))
+            cells = ["-" if row.get(name) is None else str(row[name]) for name in _KERNEL_COLUMNS]
+            typer.echo(_kernel_line(cells, widths))
     except (OSError, RuntimeError, ValueError) as error:
         _fail(error)
-    broken = [row for row in rows if row.get("error")]
     if as_json:
-        typer.echo(json.dumps({"kernels": rows}))
-    else:
-        table = Table(*_KERNEL_COLUMNS)
-        for row in rows:
-            table.add_row(*("-" if row.get(name) is None else str(row[name]) for name in _KERNEL_COLUMNS))
-        _console.print(table)
-        for row in broken:
-            what = f"{row['kernel']} for {row['arch']}, {row['dtype']}: {row['error']}"
-            _console.print(what, style="red", markup=False, highlight=False)
+        typer.echo("\n]}" if done else '{"kernels": []}')
+    for row in [] if as_json else broken:
+        what = f"{row['kernel']} for {row['arch']}, {row['dtype']}: {row['error']}"
+        _console.print(what, style="red", markup=False, highlight=False)
     if broken:
         raise typer.Exit(1)
+
+
+def _kernel_line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    """Names to the left, numbers to the right."""
+    pairs = enumerate(zip(cells, widths, strict=True))
+    return "  ".join(cell.ljust(width) if i < 4 else cell.rjust(width) for i, (cell, width) in pairs).rstrip()
 
 
 bench_cli.register(app)

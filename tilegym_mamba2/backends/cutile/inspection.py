@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import cuda.tile as ct
 import torch
@@ -73,6 +73,15 @@ class Code:
     opcodes: collections.Counter[str]
 
 
+class Job(NamedTuple):
+    """One kernel to compile: the op that launches it, the GPU, a key of `MODES`, and the launch."""
+
+    op: str
+    arch: str
+    dtype: str
+    launch: Launch
+
+
 def report(
     archs: Sequence[str] = ARCHS,
     dtypes: Sequence[str] = tuple(MODES),
@@ -81,7 +90,7 @@ def report(
     config: tuning.ForwardConfig | None = None,
     ops: Sequence[str] = OPS,
 ) -> list[dict[str, Any]]:
-    """Compiles every kernel for every arch and dtype, as a call on such a GPU would.
+    """Compiles every kernel for every arch and dtype, as a call on such a GPU would: `rows` of a `plan`.
 
     Args:
         archs: GPUs as tileiras names them: "sm_90".
@@ -100,6 +109,18 @@ def report(
         ValueError: an unknown arch, dtype or op. RuntimeError: cuobjdump or nvdisasm is missing. OSError: the
         compiler is.
     """
+    return list(rows(plan(archs, dtypes, spec, config=config, ops=ops)))
+
+
+def plan(
+    archs: Sequence[str] = ARCHS,
+    dtypes: Sequence[str] = tuple(MODES),
+    spec: Mamba2ProblemSpec = SPECS["published"],
+    *,
+    config: tuning.ForwardConfig | None = None,
+    ops: Sequence[str] = OPS,
+) -> list[Job]:
+    """What `report` compiles, given the same; nothing is compiled yet."""
     for arch in archs:
         if not re.fullmatch(r"sm_\d+[a-z]?", arch):
             raise ValueError(f"arch must look like sm_90, got {arch!r}")
@@ -110,18 +131,27 @@ def report(
         if name not in OPS:
             raise ValueError(f"op must be one of {', '.join(OPS)}, got {name!r}")
     _tool("cuobjdump"), _tool("nvdisasm")
-    jobs = []
+    jobs: list[Job] = []
     for arch in archs:
         for name in dtypes:
             dtype, precision = MODES[name]
             of_dtype = replace(spec, dtype=dtype)
-            found: dict[tuple[str, bool], tuple[str, str, str, Launch]] = {}
+            found: dict[tuple[str, bool], Job] = {}
             for op in ops:
                 for launch in _launches(op, of_dtype, arch, config, precision):
-                    found.setdefault((name_of(launch), "packed" in op), (op, arch, name, launch))
+                    found.setdefault((name_of(launch), "packed" in op), Job(op, arch, name, launch))
             jobs += found.values()
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(lambda job: _row(*job), jobs))
+    return jobs
+
+
+def rows(jobs: Sequence[Job]) -> Iterator[dict[str, Any]]:
+    """The rows of `report`, in the order of `jobs`, each as soon as it and those before it are compiled."""
+    pool = ThreadPoolExecutor(2)
+    try:
+        yield from pool.map(lambda job: _row(*job), jobs)
+    finally:
+        # Who stops reading does not wait for the rest.
+        pool.shutdown(cancel_futures=True)
 
 
 def _launches(
