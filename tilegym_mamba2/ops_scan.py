@@ -72,8 +72,10 @@ def mamba2_chunk_scan(
         backend: backend of this call; see `mamba2_chunk_forward`.
 
     Inputs may have any strides and are not modified. All are on one device. What x, dt, b, c and z hold in
-    tokens past a sequence's end has no influence, NaN neither. Nothing waits for the device. Under autocast
-    x, b, c and z go to its dtype and a, d, dt, dt_bias and init_state to float32.
+    tokens past a sequence's end has no influence, NaN neither. NaN or infinity in a token before it may reach
+    all later ones and the earlier ones of its block (64 tokens; on "torch" up to 128), but no other sequence.
+    Nothing waits for the device. Under autocast x, b, c and z go to its dtype and a, d, dt, dt_bias and
+    init_state to float32.
 
     Differentiable in every floating tensor, also under torch.compile(fullgraph=True) with dynamic T,
     activation checkpointing and autocast; only the inputs are saved, and chunk states carry no gradient.
