@@ -1,10 +1,25 @@
 """The form of a call: all that shapes, strides, dtypes, devices and alignment of its tensors decide."""
 
 from collections.abc import Hashable
+from typing import Any
 
 import torch
 
-__all__ = ["form_of", "form_of_step"]
+__all__ = ["Kept", "form_of", "form_of_step"]
+
+
+class Kept(dict):
+    """What was worked out for a form of call, by that form and what else decided it.
+
+    Shapes change with every prompt length: full, it is emptied, so that it does not grow without end.
+    """
+
+    MOST = 4096
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if len(self) >= self.MOST:
+            self.clear()
+        super().__setitem__(key, value)
 
 
 def form_of(

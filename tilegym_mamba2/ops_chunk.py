@@ -9,7 +9,7 @@ from torch.autograd import forward_ad
 from tilegym_mamba2 import autograd, registry
 from tilegym_mamba2.autocast import FULL, LOW, autocast
 from tilegym_mamba2.backends.cutile.availability import interpreter_active
-from tilegym_mamba2.forms import form_of
+from tilegym_mamba2.forms import Kept, form_of
 from tilegym_mamba2.validate import validate_backward, validate_forward
 
 __all__ = ["mamba2_chunk_backward", "mamba2_chunk_forward"]
@@ -96,17 +96,13 @@ def mamba2_chunk_forward(
 
 # Calls that were checked and given a backend once, by their form: doing that again took 10 us of 26, and
 # torch.library's way to the gradients several times that.
-_known: dict[tuple, Callable[..., tuple[torch.Tensor, torch.Tensor]]] = {}
-# Shapes change with every prompt length: keep them from growing without end.
-_MAX_KNOWN = 4096
+_known: dict[tuple, Callable[..., tuple[torch.Tensor, torch.Tensor]]] = Kept()
 
 
 def _remember(key: tuple, name: str, forward: Callable) -> None:
     by_form = getattr(forward, "by_form", None)
     if by_form is None or name != "cutile":
         return
-    if len(_known) >= _MAX_KNOWN:
-        _known.clear()
     _known[key] = by_form
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tilegym_mamba2 import registry
 from tilegym_mamba2.autocast import FULL, KEEP, LOW, autocast
-from tilegym_mamba2.forms import form_of_step
+from tilegym_mamba2.forms import Kept, form_of_step
 from tilegym_mamba2.options import NO_LIMIT
 from tilegym_mamba2.validate_scan import span, validate_state_update
 
@@ -100,8 +100,6 @@ def mamba2_state_update(
     else:
         known = _launch(*arguments, dt_limit, out, backend)
         if key is not None and known is not None:
-            if len(_known) >= _MAX_KNOWN:
-                _known.clear()
             _known[key] = (known, span(state), span(out))
     return out
 
@@ -109,9 +107,7 @@ def mamba2_state_update(
 # What computes a call, by the form of calls that were checked and given a backend once: doing that again took
 # 12 us of 22.
 # With it, the bytes that state and out span.
-_known: dict[tuple, tuple[Callable[..., None], int, int]] = {}
-# Batch sizes change while serving: keep them from growing without end.
-_MAX_KNOWN = 4096
+_known: dict[tuple, tuple[Callable[..., None], int, int]] = Kept()
 
 
 def _key(

@@ -25,6 +25,8 @@ from typing import Any
 
 import torch
 
+from tilegym_mamba2.forms import Kept
+
 from . import tuning
 from .backward_config import BackwardConfig
 from .backward_plan import NO_SKIP, SKIP_PER_HEAD, Piece, Plan, Problem, make_plan
@@ -252,9 +254,7 @@ def without_tokens(
     return tuple(results)
 
 
-_plans: dict[tuple[Any, ...], Plan] = {}
-# Shapes change with every sequence length: keep the plans from growing without end.
-_MAX_PLANS = 4096
+_plans: dict[tuple[Any, ...], Plan] = Kept()
 
 
 def _plan_of(*arguments: Any) -> Plan:
@@ -270,8 +270,6 @@ def _plan_of(*arguments: Any) -> Plan:
     )
     plan = _plans.get(key)
     if plan is None:
-        if len(_plans) >= _MAX_PLANS:
-            _plans.clear()
         plan = _plans[key] = _make_plan(tensors, needed)
     return plan
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from tilegym_mamba2.forms import form_of
+from tilegym_mamba2.forms import Kept, form_of
 
 from . import tuning
 from .kernels import chunk_cumsum as _cumsum
@@ -149,9 +149,7 @@ class _Plan:
         self.compiled = True
 
 
-_plans: dict[tuple[Any, ...], _Plan] = {}
-# Shapes change with every prompt length: keep the plans from growing without end.
-_MAX_PLANS = 4096
+_plans: dict[tuple[Any, ...], _Plan] = Kept()
 
 
 def _plan_of(form: Hashable, *tensors: torch.Tensor | None) -> _Plan:
@@ -163,8 +161,6 @@ def _plan_of(form: Hashable, *tensors: torch.Tensor | None) -> _Plan:
     )
     plan = _plans.get(key)
     if plan is None:
-        if len(_plans) >= _MAX_PLANS:
-            _plans.clear()
         plan = _plans[key] = _make_plan(*tensors)
     return plan
 

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from tilegym_mamba2.forms import Kept
 from tilegym_mamba2.options import ScanOptions
 
 from . import scan_config, tuning
@@ -208,9 +209,7 @@ class _Plan:
         return torch.zeros_like(self.chunk_states, memory_format=torch.contiguous_format), offsets
 
 
-_plans: dict[tuple[Any, ...], _Plan] = {}
-# Shapes change with every batch of prompts: keep the plans from growing without end.
-_MAX_PLANS = 4096
+_plans: dict[tuple[Any, ...], _Plan] = Kept()
 
 
 def _plan_of(tensors: tuple[torch.Tensor | None, ...], options: ScanOptions) -> _Plan:
@@ -234,8 +233,6 @@ def _plan_of(tensors: tuple[torch.Tensor | None, ...], options: ScanOptions) -> 
     )
     plan = _plans.get(key)
     if plan is None:
-        if len(_plans) >= _MAX_PLANS:
-            _plans.clear()
         plan = _plans[key] = _make_plan(tensors, options)
     return plan
 

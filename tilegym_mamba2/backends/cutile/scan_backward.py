@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from tilegym_mamba2.forms import Kept
 from tilegym_mamba2.options import ScanOptions
 
 from . import scan_config, tuning
@@ -181,9 +182,7 @@ class _Run(Run):
         return launches
 
 
-_plans: dict[tuple[Any, ...], _Plan] = {}
-# Shapes change with every batch: keep the plans from growing without end.
-_MAX_PLANS = 4096
+_plans: dict[tuple[Any, ...], _Plan] = Kept()
 
 
 def _form(tensor: Optional) -> Hashable:
@@ -217,8 +216,6 @@ def _plan_of(
     )
     plan = _plans.get(key)
     if plan is None:
-        if len(_plans) >= _MAX_PLANS:
-            _plans.clear()
         tensors = inputs | {"dout": dout, "dfinal_state": dfinal_state}
         plan = _plans[key] = _make_plan(tensors, lengths, packed, options, needed)
     return plan

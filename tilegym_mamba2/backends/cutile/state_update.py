@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tilegym_mamba2.forms import form_of_step
+from tilegym_mamba2.forms import Kept, form_of_step
 
 from .availability import find_tileiras, tileiras_facts
 from .kernels import state_update as _kernels
@@ -148,8 +148,6 @@ def by_form(form: Hashable, tensors: tuple[torch.Tensor | None, ...], dt_softplu
     plan = _plans.get(key)
     if plan is None:
         plan = _make_plan(tensors, dt_softplus)
-        if len(_plans) >= _MAX_PLANS:
-            _plans.clear()
         _plans[key] = plan
     return plan
 
@@ -203,9 +201,7 @@ class _Plan:
         self.compiled = True
 
 
-_plans: dict[tuple[Any, ...], _Plan] = {}
-# Batch sizes change while serving: keep the plans from growing without end.
-_MAX_PLANS = 4096
+_plans: dict[tuple[Any, ...], _Plan] = Kept()
 
 
 def _make_plan(tensors: tuple[torch.Tensor | None, ...], dt_softplus: bool) -> _Plan:
