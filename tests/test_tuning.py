@@ -30,6 +30,7 @@ def own_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in (tuning.TUNE_ENV, "TILEGYM_DISABLE_AUTOTUNE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(tuning, "_searched", set())
+    monkeypatch.setattr(tuning, "_unsaved", {})
     return tmp_path
 
 
@@ -373,6 +374,29 @@ def test_a_search_that_found_nothing_is_not_repeated(
     for _ in range(3):
         assert tuning.config_for(*tensors()) == tuning.default_config(KEY)
     assert tried == [KEY]
+
+
+def test_a_search_whose_table_cannot_be_written_holds_for_the_process(
+    shipped: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from tilegym_mamba2.bench import tune
+
+    best = tuning.ForwardConfig(out_latency=9)
+
+    def search(name: str, spec: Any, **_: Any) -> tune.TuneResult:
+        return tune.TuneResult(name, KEY, "default", 2.0, 1.0, best, True, 2, [], 0.1)
+
+    def refuse(*_: Any) -> None:
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(tune, "search", search)
+    monkeypatch.setattr(tuning, "save_user_entries", refuse)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(tuning, "_may_search", lambda device: True)
+    monkeypatch.setenv(tuning.TUNE_ENV, "search")
+    for tokens in (16384, 15000):
+        assert tuning.config_for(*tensors(tokens=tokens)) == best
+    assert "for this process only: read-only" in caplog.text
 
 
 def test_tensors_on_the_cpu_are_never_searched_for(

@@ -128,6 +128,8 @@ def overridden() -> ForwardConfig | None:
 
 
 _searched: set[str] = set()
+# Found by a search of this process, where the user's table could not be written.
+_unsaved: dict[str, ForwardConfig] = {}
 
 
 def config_for(x: torch.Tensor, b: torch.Tensor) -> ForwardConfig:
@@ -139,11 +141,11 @@ def config_for(x: torch.Tensor, b: torch.Tensor) -> ForwardConfig:
     config, source = lookup(key)
     if source in ("override", "user table", "shipped table") or tune_mode() != "search":
         return config
-    if key in _searched or not _may_search(x.device):
-        return config
-    _searched.add(key)
-    _search(key, x, b)
-    return lookup(key)[0]
+    if key not in _searched and _may_search(x.device):
+        _searched.add(key)
+        _search(key, x, b)
+        config = lookup(key)[0]
+    return _unsaved.get(key, config)
 
 
 def _may_search(device: torch.device) -> bool:
@@ -169,7 +171,11 @@ def _search(key: str, x: torch.Tensor, b: torch.Tensor) -> None:
     except RuntimeError as error:
         logger.warning("no configuration was found for %s: %s", key, error)
         return
-    tune.save(sys.modules[__name__], key.split("/", 1)[0], result, torch.cuda.get_device_name(x.device))
+    try:
+        tune.save(sys.modules[__name__], key.split("/", 1)[0], result, torch.cuda.get_device_name(x.device))
+    except OSError as error:
+        logger.warning("what was found for %s holds for this process only: %s", key, error)
+        _unsaved[key] = result.config
 
 
 def lookup(key: str) -> tuple[ForwardConfig, str]:
