@@ -401,3 +401,12 @@ def test_forward_mode_is_left_to_torch() -> None:
                 scan(dual, backend="cutile")
             out, _ = scan(dual)
             assert forward_ad.unpack_dual(out).tangent.abs().max() > 0
+
+
+@pytest.mark.parametrize("backend", ["torch", "cutile"])
+def test_any_chunk_size_from_one_is_a_number_of_tokens(backend: str) -> None:
+    inputs = leaves(20)
+    with interpreter.interpret():
+        expected = gradients(inputs, backend=backend, chunk_size=64)
+        for chunk_size in (2**31, 2**63, 10**30):
+            assert close(gradients(inputs, backend=backend, chunk_size=chunk_size), expected)

@@ -250,8 +250,8 @@ def test_memory_of_forward_and_backward() -> None:
     call()
     peak, _ = timing.peak_memory(call)
     operands = sum(inputs[name].numel() * inputs[name].element_size() for name in ("x", "b", "c", "dt"))
-    # 1.5 was the aim, and would take states of a quarter of the tiles at a time: 551 us instead of 499 for the
-    # backward (tests/benchmark/LOG.md).
+    # 1.5 was the aim, and would take states of a quarter of the tiles at a time: 551 us instead of 499 for
+    # the backward (tests/benchmark/LOG.md).
     assert peak <= 2.4 * 2 * operands, f"{peak / 2**20:.0f} MiB, {peak / 2 / operands:.2f} times"
 
 

@@ -10,6 +10,7 @@ from tilegym_mamba2 import autograd, registry
 from tilegym_mamba2.autocast import FULL, LOW, autocast
 from tilegym_mamba2.backends.cutile.availability import interpreter_active
 from tilegym_mamba2.forms import Kept, form_of
+from tilegym_mamba2.options import MAX_CHUNK_SIZE
 from tilegym_mamba2.validate import validate_backward, validate_forward
 
 __all__ = ["mamba2_chunk_backward", "mamba2_chunk_forward"]
@@ -42,17 +43,19 @@ def mamba2_chunk_forward(
 
     Args:
         x: (B, T, H, P) in float64, float32, bfloat16 or float16.
-        a: (H,) natural-log decay rate, ≤ 0 (not checked); float32 or x's dtype.
+        a: (H,) natural-log decay rate, ≤ 0 (not checked); float32 or x's dtype. -inf forgets all that was
+            before a token of dt > 0.
         b, c: (B, T, G, N) in x's dtype; G divides H.
         d: (H,) weight of the skip term; float32 or x's dtype. None: no skip term.
-        dt: (B, T, H) step sizes as used, ≥ 0 (not checked); any of the four dtypes.
+        dt: (B, T, H) step sizes as used, ≥ 0 (not checked; undefined below); any of the four dtypes.
         init_state: (B, H, P, N) in float32, bfloat16, float64 or x's dtype. None: zeros.
         chunk_size: tokens per block, at least 1; changes the result only by rounding.
         backend: backend of this call ("cutile", "torch", "tilegym", or one of your own). None: the choice of
             `use_backend`, `tilegym.set_backend` or TILEGYM_MAMBA2_BACKEND, else the best that can run.
 
-    Inputs may have any strides and are not modified. All are on one device. Under autocast x, b and c go to
-    its dtype and a, d, dt and init_state to float32.
+    Inputs may have any strides and are not modified. All are on one device. A NaN or inf in a token reaches
+    all later ones and may reach earlier ones of the same 64 to 128. Under autocast x, b and c go to its dtype
+    and a, d, dt and init_state to float32.
 
     Differentiable in every tensor, on every backend that has a `mamba2_chunk_backward`; only the inputs are
     saved. Second derivatives: backend "torch" alone, RuntimeError elsewhere.
@@ -64,6 +67,8 @@ def mamba2_chunk_forward(
         TypeError, ValueError: an argument is wrong; the message names it, what was expected and what came.
         BackendUnavailable: the chosen backend cannot run on these tensors or on this machine.
     """
+    if type(chunk_size) is int:
+        chunk_size = min(chunk_size, MAX_CHUNK_SIZE)
     if torch.compiler.is_compiling():
         tensors = autocast((x, a, b, c, d, dt, init_state), _AUTOCAST)
         return autograd.chunk_scan(*tensors, chunk_size, backend)
@@ -76,7 +81,7 @@ def mamba2_chunk_forward(
         return known(form, x, a, b, c, d, dt, init_state)
     tensors = autocast((x, a, b, c, d, dt, init_state), _AUTOCAST)
     validate_forward(*tensors, chunk_size)
-    chunk_size = operator.index(chunk_size)
+    chunk_size = min(operator.index(chunk_size), MAX_CHUNK_SIZE)
     records = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     # A call through torch.library costs the host tens of microseconds: only where somebody asks for it.
     if records or type(x) not in _PLAIN:
@@ -178,4 +183,4 @@ def mamba2_chunk_backward(
     validate_backward(x, a, b, c, d, dt, init_state, dout, dfinal_state, chunk_size, state_dtype)
     tensors = (x, a, b, c, d, dt, init_state, dout, dfinal_state)
     _, backward = registry.resolve("mamba2_chunk_backward", backend, tensors)
-    return backward(*tensors, operator.index(chunk_size), state_dtype)
+    return backward(*tensors, min(operator.index(chunk_size), MAX_CHUNK_SIZE), state_dtype)
