@@ -5,18 +5,20 @@ from functools import lru_cache
 from typing import Any
 
 import pytest
+import torch
 
 from tests.mutating import mutate
 from tilegym_mamba2 import interpreter, registry
 from tilegym_mamba2.backends.cutile import backward, backward_plan
 from tilegym_mamba2.backends.cutile.backward_config import BackwardConfig
 from tilegym_mamba2.budgets import check
-from tilegym_mamba2.spec import SPECS
+from tilegym_mamba2.spec import SPECS, Mamba2ProblemSpec
 
 OP = "mamba2_chunk_backward"
 ARGUMENTS = ("x", "a", "b", "c", "d", "dt", "init_state", "dout", "dfinal_state")
 # Segments of three and two tiles of 32 tokens, the last one short; two groups of two heads; P ≠ N.
 SPEC = replace(SPECS["fp32-slow"], batch_size=1, num_tokens=150, head_size=16, state_size=32)
+SPEC_OF_ONE_KERNEL = replace(SPEC, dtype=torch.bfloat16)
 CONFIG = BackwardConfig(tile_tokens=32, min_segment_tiles=2, segment_blocks=10**4, piece_blocks=1)
 
 # name: (module of the kernel, what its source says, what it says instead, in which module)
@@ -77,24 +79,61 @@ MUTATIONS = {
     ),
     "da forgets dt": ("bwd_decay", "ct.sum(moved * dt_used, axis=1)", "ct.sum(moved, axis=1)"),
 }
+# Of the kernel that bfloat16 inputs get.
+MUTATIONS_OF_ONE_KERNEL = {
+    "dx forgets dt": ("bwd_gradients", "du * dt + dy_wide * skip", "du + dy_wide * skip"),
+    "v decays from the tile's start": ("bwd_gradients", "* until_exit", "* since_entry"),
+    "dc forgets the way from the entry": (
+        "bwd_gradients",
+        "product(dy_since_entry, entry, dc_tile, PRECISION)",
+        "product(dy_wide, entry, dc_tile, PRECISION)",
+    ),
+    "db forgets the way to the exit": (
+        "bwd_gradients",
+        "row(rows_tile, ROW_STATE_WEIGHT)[:, None]",
+        "dt",
+    ),
+    "dS forgets dt": ("bwd_gradients", "dweights_t * decay * dt", "dweights_t * decay"),
+    "db takes dS transposed": (
+        "bwd_gradients",
+        "product(dscores_t, c_tile",
+        "product(dscores_t.transpose(), c_tile",
+    ),
+    "the skip term's gradient takes all pairs": (
+        "bwd_gradients",
+        "ct.where(diagonal, dweights_t, 0.0)",
+        "dweights_t",
+    ),
+    "the states' overlap does not decay": (
+        "bwd_gradients",
+        "both = both * last_of_row(rows_tile, ROW_EXP_G)",
+        "both = both * 1.0",
+    ),
+    "the last head of a group is left out": (
+        "bwd_gradients",
+        "for k in range(count):",
+        "for k in range(count - 1):",
+    ),
+}
 # Importers come after what they import, to see its mutant.
-MODULES = ("bwd_tiles", "bwd_states", "bwd_tokens", "bwd_groups", "bwd_decay")
+MODULES = ("bwd_tiles", "bwd_states", "bwd_tokens", "bwd_groups", "bwd_gradients", "bwd_decay")
 HOST_NAMES = {
     "bwd_states": "_states",
     "bwd_tokens": "_tokens",
     "bwd_groups": "_groups",
+    "bwd_gradients": "_gradients",
     "bwd_decay": "_decay",
 }
 
 
-@lru_cache(maxsize=1)
-def problem() -> dict[str, Any]:
-    return SPEC.get_sample_inputs(device="cpu")
+@lru_cache(maxsize=2)
+def problem(spec: Mamba2ProblemSpec) -> dict[str, Any]:
+    return spec.get_sample_inputs(device="cpu")
 
 
-def broken_outputs() -> list[str]:
+def broken_outputs(spec: Mamba2ProblemSpec = SPEC) -> list[str]:
     """The gradients that miss their budget; an error of the interpreter counts as all."""
-    inputs = problem()
+    inputs = problem(spec)
     backward._plans.clear()
     entry = registry.ops()[OP]
     try:
@@ -105,15 +144,22 @@ def broken_outputs() -> list[str]:
     finally:
         backward._plans.clear()
     named = dict(zip(entry.outputs, results, strict=True))
-    verdicts = check(entry, named, inputs, dtype=SPEC.dtype, decay=SPEC.decay)
+    verdicts = check(entry, named, inputs, dtype=spec.dtype, decay=spec.decay)
     return [verdict.output for verdict in verdicts if not verdict.ok]
 
 
-def test_whole_kernels_keep_their_budgets() -> None:
-    assert broken_outputs() == []
+@pytest.mark.parametrize("spec", [SPEC, SPEC_OF_ONE_KERNEL], ids=["fp32", "bf16"])
+def test_whole_kernels_keep_their_budgets(spec: Mamba2ProblemSpec) -> None:
+    assert broken_outputs(spec) == []
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_broken_kernels_are_caught(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     mutate(monkeypatch, backward_plan, MODULES, HOST_NAMES, MUTATIONS[name])
     assert broken_outputs()
+
+
+@pytest.mark.parametrize("name", MUTATIONS_OF_ONE_KERNEL)
+def test_broken_kernels_of_bfloat16_are_caught(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    mutate(monkeypatch, backward_plan, MODULES, HOST_NAMES, MUTATIONS_OF_ONE_KERNEL[name])
+    assert broken_outputs(SPEC_OF_ONE_KERNEL)
