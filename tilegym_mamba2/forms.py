@@ -1,11 +1,14 @@
 """The form of a call: all that shapes, strides, dtypes, devices and alignment of its tensors decide."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import torch
 
-__all__ = ["Kept", "form_of", "form_of_step"]
+__all__ = ["PLAIN", "Kept", "form_of", "form_of_step", "forms_of"]
+
+# What a call may take past torch.library: a subclass of Tensor may want to see the op.
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Kept(dict):
@@ -20,6 +23,12 @@ class Kept(dict):
         if len(self) >= self.MOST:
             self.clear()
         super().__setitem__(key, value)
+
+
+def forms_of(tensors: Iterable[torch.Tensor | None]) -> Hashable:
+    """What of each tensor of one device decides the code that is launched."""
+    # Base addresses off 16 bytes compile to other code.
+    return tuple(None if t is None else (t.shape, t.stride(), t.dtype, t.data_ptr() & 15) for t in tensors)
 
 
 def form_of(

@@ -9,7 +9,7 @@ from torch.autograd import forward_ad
 from tilegym_mamba2 import autograd, registry
 from tilegym_mamba2.autocast import FULL, LOW, autocast
 from tilegym_mamba2.backends.cutile.availability import interpreter_active
-from tilegym_mamba2.forms import Kept, form_of
+from tilegym_mamba2.forms import PLAIN, Kept, form_of
 from tilegym_mamba2.options import MAX_CHUNK_SIZE
 from tilegym_mamba2.validate import validate_backward, validate_forward
 
@@ -17,7 +17,6 @@ __all__ = ["mamba2_chunk_backward", "mamba2_chunk_forward"]
 
 FORWARD = "mamba2_chunk_forward"
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 # x, a, b, c, d, dt, init_state
 _AUTOCAST = (LOW, FULL, LOW, LOW, FULL, FULL, FULL)
 
@@ -84,7 +83,7 @@ def mamba2_chunk_forward(
     chunk_size = min(operator.index(chunk_size), MAX_CHUNK_SIZE)
     records = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     # A call through torch.library costs the host tens of microseconds: only where somebody asks for it.
-    if records or type(x) not in _PLAIN:
+    if records or type(x) not in PLAIN:
         by_ops, name = autograd.differentiable(backend)
         if by_ops:
             if key is not None:
@@ -124,7 +123,7 @@ def _key(
 ) -> tuple | None:
     """What decides whether a call is valid and who computes it; None where more than that must be asked."""
     # On the CPU the kernels run through the interpreter alone.
-    if type(x) not in _PLAIN or not (x.is_cuda or (x.is_cpu and interpreter_active())):
+    if type(x) not in PLAIN or not (x.is_cuda or (x.is_cpu and interpreter_active())):
         return None
     if forward_ad._current_level >= 0 or not (backend is None or type(backend) is str):
         return None

@@ -7,13 +7,13 @@ import torch
 from tilegym_mamba2 import autograd_scan, registry
 from tilegym_mamba2.autocast import FULL, KEEP, LOW, autocast
 from tilegym_mamba2.autograd import differentiable, transforms_are_active
+from tilegym_mamba2.forms import PLAIN
 from tilegym_mamba2.ops_chunk import mamba2_chunk_forward
 from tilegym_mamba2.options import MAX_CHUNK_SIZE, NO_LIMIT, is_no_limit
 from tilegym_mamba2.validate_scan import check_bool, check_scan_values, validate_scan
 
 __all__ = ["mamba2_chunk_scan"]
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 # x, dt, a, b, c, d, z, dt_bias, init_state, cu_seqlens, seq_lens
 _AUTOCAST = (LOW, FULL, FULL, LOW, LOW, FULL, LOW, FULL, FULL, KEEP, KEEP)
 
@@ -125,7 +125,7 @@ def mamba2_chunk_scan(
     flags = (dt_softplus, dt_limit, operator.index(chunk_size), state_dtype, return_chunk_states)
     records = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     # A call through torch.library costs the host tens of microseconds: only where somebody asks for it.
-    if records or type(x) not in _PLAIN:
+    if records or type(x) not in PLAIN:
         by_op, name = differentiable(backend, autograd_scan.BACKWARD)
         if by_op:
             return _recorded(tensors, flags, name)
@@ -138,7 +138,7 @@ def _recorded(
     tensors: tuple[torch.Tensor | None, ...], flags: tuple, backend: str | None
 ) -> tuple[torch.Tensor, ...]:
     """A call of which autograd, or a subclass of Tensor, is to know."""
-    if type(tensors[0]) in _PLAIN and not transforms_are_active():
+    if type(tensors[0]) in PLAIN and not transforms_are_active():
         options = autograd_scan.options_of(tensors, flags[0], *flags[1], *flags[2:])
         # Under no_grad: the kernels alone compute no gradients.
         with torch.no_grad():

@@ -8,14 +8,13 @@ from torch import Tensor
 
 from tilegym_mamba2 import registry
 from tilegym_mamba2.autocast import FULL, KEEP, LOW, autocast
-from tilegym_mamba2.forms import Kept, form_of_step
+from tilegym_mamba2.forms import PLAIN, Kept, form_of_step
 from tilegym_mamba2.options import NO_LIMIT
 from tilegym_mamba2.validate_scan import span, validate_state_update
 
 __all__ = ["mamba2_state_update"]
 
 OP = "mamba2_state_update"
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 # x, state, dt, a, b, c, d, z, dt_bias, state_indices, out
 _AUTOCAST = (LOW, KEEP, FULL, FULL, LOW, LOW, FULL, LOW, FULL, KEEP, KEEP)
 
@@ -94,7 +93,7 @@ def mamba2_state_update(
     if out is None:
         out = torch.empty_like(x)
     arguments = (state, x, dt, a, b, c, d, z, dt_bias, state_indices, dt_softplus)
-    if compiling or type(x) not in _PLAIN:
+    if compiling or type(x) not in PLAIN:
         low, high = dt_limit
         state_update(*arguments, float(low), float(high), out, backend)
     else:
@@ -120,7 +119,7 @@ def _key(
     """What decides whether a call is valid and who computes it; None where more than that must be asked."""
     x = tensors[1]
     # On the CPU the values of state_indices are checked, and whether the interpreter is on decides.
-    if type(x) not in _PLAIN or not x.is_cuda or torch.is_autocast_enabled("cuda"):
+    if type(x) not in PLAIN or not x.is_cuda or torch.is_autocast_enabled("cuda"):
         return None
     if type(dt_softplus) is not bool:
         return None

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from tilegym_mamba2.forms import PLAIN
 from tilegym_mamba2.options import is_no_limit
 from tilegym_mamba2.validate import (
     Dims,
@@ -34,7 +35,6 @@ from tilegym_mamba2.validate import (
 
 __all__ = ["check_bool", "check_scan_values", "span", "validate_scan", "validate_state_update"]
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _INTS = (torch.int32, torch.int64)
 
@@ -344,7 +344,7 @@ def _check_written(state: torch.Tensor, out: torch.Tensor | None) -> None:
     """What is written must be written once: no element of state and out lies where another does."""
     # Of other kinds (meta, fake, functional ones) nobody knows the memory.
     given = {"state": state, "out": out}
-    given = {name: t for name, t in given.items() if type(t) in _PLAIN and not t.is_meta and t.numel()}
+    given = {name: t for name, t in given.items() if type(t) in PLAIN and not t.is_meta and t.numel()}
     for name, tensor in given.items():
         if _repeats(tensor):
             raise ValueError(

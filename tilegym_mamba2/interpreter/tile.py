@@ -44,7 +44,6 @@ STORAGE = {
 _WIDE_UNSIGNED = {uint16: 0xFFFF, uint32: 0xFFFFFFFF}
 _FLOATS = frozenset((float16, bfloat16, float32, float64))
 _CASTS = {(a, b): STORAGE[b] for a in (*_FLOATS, tfloat32) for b in _FLOATS}
-_NARROW_FLOATS = frozenset((float16, bfloat16))
 _is_integral, _is_float, _is_arithmetic = _cext.is_integral, _cext.is_float, _cext.is_arithmetic
 
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from tilegym_mamba2.forms import Kept
+from tilegym_mamba2.forms import Kept, forms_of
 
 from . import tuning
 from .backward_config import BackwardConfig
@@ -219,25 +219,27 @@ class Run:
         borders = (piece.of(scratch.entries), piece.of(scratch.exits))
         arrays = (x, b, c, rows, dout, *borders, *self.ends, self.table, *saved, dinit_view)
         launches = [piece.tile_states.launch(arrays, self.written(outputs))]
-        of_tokens, of_groups, written = (), (), {}
+        of_tokens, of_groups, tokens_written, groups_written = (), (), {}, {}
         if plan.finish_dt is not None:
             dx = piece.of(results["x"])
             of_tokens = (dx, piece.of(self.drows, 1), piece.of(self.overlap))
-            written["dx"] = dx
+            tokens_written = {"dx": dx}
         if plan.for_groups:
             of_groups = (piece.of(self.db), piece.of(self.dc))
             if plan.sum_parts is None:
-                written |= dict(zip(("db", "dc"), of_groups, strict=True))
+                groups_written = dict(zip(("db", "dc"), of_groups, strict=True))
         skip = self.a if self.d is None else self.d
         places = (self.tiles, self.table)
-        for step, arrays in (
-            (piece.compute_gradients, (x, b, c, rows, skip, dout, *saved, *places, *of_tokens, *of_groups)),
-            (piece.compute_dx, (x, b, c, rows, skip, dout, *saved, *places, *of_tokens)),
-            (piece.compute_dbc, (x, b, c, rows, dout, *saved, *places, *of_groups)),
-        ):
-            if step is not None:
-                mine = {name: t for name, t in written.items() if any(t is array for array in arrays)}
-                launches.append(step.launch(arrays, self.written(piece.written(mine))))
+        if piece.compute_gradients is not None:
+            arrays = (x, b, c, rows, skip, dout, *saved, *places, *of_tokens, *of_groups)
+            outputs = self.written(piece.written(tokens_written | groups_written))
+            launches.append(piece.compute_gradients.launch(arrays, outputs))
+        if piece.compute_dx is not None:
+            arrays = (x, b, c, rows, skip, dout, *saved, *places, *of_tokens)
+            launches.append(piece.compute_dx.launch(arrays, self.written(piece.written(tokens_written))))
+        if piece.compute_dbc is not None:
+            arrays = (x, b, c, rows, dout, *saved, *places, *of_groups)
+            launches.append(piece.compute_dbc.launch(arrays, self.written(piece.written(groups_written))))
         return launches
 
 
@@ -261,7 +263,7 @@ def _plan_of(*arguments: Any) -> Plan:
     *tensors, needed = arguments
     x = tensors[0]
     key = (
-        tuple(None if t is None else (t.shape, t.stride(), t.dtype, t.data_ptr() & 15) for t in tensors),
+        forms_of(tensors),
         needed,
         x.device,
         precision_of(x.dtype),

@@ -153,12 +153,7 @@ _plans: dict[tuple[Any, ...], _Plan] = Kept()
 
 
 def _plan_of(form: Hashable, *tensors: torch.Tensor | None) -> _Plan:
-    dtype = tensors[0].dtype
-    key = (
-        form,
-        dtype is torch.float32 and torch.get_float32_matmul_precision() == "highest",
-        tuning.overridden(),
-    )
+    key = (form, precision_of(tensors[0].dtype), tuning.overridden())
     plan = _plans.get(key)
     if plan is None:
         plan = _plans[key] = _make_plan(*tensors)

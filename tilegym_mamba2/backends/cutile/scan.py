@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from tilegym_mamba2.forms import Kept
+from tilegym_mamba2.forms import Kept, forms_of
 from tilegym_mamba2.options import ScanOptions
 
 from . import scan_config, tuning
@@ -213,21 +213,12 @@ _plans: dict[tuple[Any, ...], _Plan] = Kept()
 
 
 def _plan_of(tensors: tuple[torch.Tensor | None, ...], options: ScanOptions) -> _Plan:
-    addresses, places = 0, []
-    for tensor in tensors:
-        if tensor is None:
-            places.append(None)
-        else:
-            addresses |= tensor.data_ptr()
-            places.append((tensor.shape, tensor.stride(), tensor.dtype))
     x = tensors[0]
     key = (
-        *places,
-        # Base addresses off 16 bytes compile to other code.
-        addresses & 15 and tuple(t is not None and t.data_ptr() & 15 for t in tensors),
+        forms_of(tensors),
         options,
         x.device,
-        x.dtype is torch.float32 and torch.get_float32_matmul_precision() == "highest",
+        precision_of(x.dtype),
         tuning.overridden(),
         scan_config.overridden(),
     )

@@ -15,20 +15,19 @@ dtype. A sequence's gradients depend on no other one's values.
 """
 
 import math
-from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from tilegym_mamba2.forms import Kept
+from tilegym_mamba2.forms import Kept, forms_of
 from tilegym_mamba2.options import ScanOptions
 
 from . import scan_config, tuning
 from .backward import Run, readable, without_tokens
 from .backward_config import BackwardConfig
 from .backward_plan import NO_SKIP, SKIP_PER_CHANNEL, SKIP_PER_HEAD, Builder, Plan, Problem, make_plan
-from .forward import TILE_P, last_contiguous, pad_count, state_steps, tile_of
+from .forward import TILE_P, last_contiguous, pad_count, precision_of, state_steps, tile_of
 from .kernels import bwd_ragged as _ragged
 from .kernels import bwd_skip as _skip
 from .kernels.scan_out import GATE_GRADIENTS
@@ -185,11 +184,6 @@ class _Run(Run):
 _plans: dict[tuple[Any, ...], _Plan] = Kept()
 
 
-def _form(tensor: Optional) -> Hashable:
-    # Base addresses off 16 bytes compile to other code.
-    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() & 15)
-
-
 def _plan_of(
     inputs: dict[str, Optional],
     dout: torch.Tensor,
@@ -201,15 +195,14 @@ def _plan_of(
 ) -> _Plan:
     x = inputs["x"]
     key = (
-        *map(_form, inputs.values()),
-        *map(_form, (dout, dfinal_state, lengths)),
+        forms_of((*inputs.values(), dout, dfinal_state, lengths)),
         packed,
         # What else they say, a gradient does not depend on.
         options.dt_softplus,
         options.dt_limit,
         needed,
         x.device,
-        x.dtype is torch.float32 and torch.get_float32_matmul_precision() == "highest",
+        precision_of(x.dtype),
         tuning.overridden(),
         scan_config.overridden(),
         BackwardConfig.overridden(),

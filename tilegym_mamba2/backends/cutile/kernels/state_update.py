@@ -16,6 +16,7 @@ and 255 registers a thread leave one block to a multiprocessor.
 import cuda.tile as ct
 
 from .decay import LOG2E, exp2
+from .gate import silu
 from .steps import clamp, softplus
 from .tiles import ConstInt, ConstTuple
 
@@ -114,11 +115,6 @@ def load_skip(d_skip, index, kind, parts, width, fits):
         else:
             tiles = (*tiles, 0.0)
     return tiles
-
-
-def silu(v):
-    """v · sigmoid(v)."""
-    return ct.truediv(v, 1.0 + exp2(-LOG2E * v), rounding_mode=ct.RoundingMode.APPROX)
 
 
 @ct.kernel
