@@ -97,4 +97,9 @@ class Ragged:
         self, lengths: torch.Tensor | None, tables: tuple[torch.Tensor, ...], chained: bool = False
     ) -> Launch:
         """Fills the tables from cu_seqlens (S + 1,) or seq_lens (B,), int32 or int64, or None."""
-        return self.step(chained).launch((tables[0][0] if lengths is None else lengths, *tables))
+        return self.step(chained).launch(table_arrays(lengths, tables))
+
+
+def table_arrays(lengths: torch.Tensor | None, tables: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """What `Ragged.step` is launched with; a row of the table stands for lengths that are not there."""
+    return (tables[0][0] if lengths is None else lengths, *tables)

@@ -44,7 +44,7 @@ from .kernels import scan_out as _out
 from .kernels import scan_rows as _rows
 from .kernels import scan_states as _states
 from .launch import INT32_REACH, Launch, Step, hinted, needs_wide, refuse_float64, run_plan
-from .ragged import Ragged
+from .ragged import Ragged, table_arrays
 from .scan_config import ScanConfig
 
 __all__ = ["ScanSteps", "mamba2_chunk_scan", "supports"]
@@ -119,7 +119,7 @@ def mamba2_chunk_scan(
     else:
         tables = plan.ragged.tables(x.device)
         table, _, carried = tables
-        launches.append(plan.table.launch((table[0] if lengths is None else lengths, *tables)))
+        launches.append(plan.table.launch(table_arrays(lengths, tables)))
         launches.append(plan.rows.launch((a, dt, bias, table, rows)))
         if plan.local is not None:
             launches.append(plan.local.launch((x, b, rows, table, carried, states, decay)))
@@ -161,7 +161,7 @@ class _Chunks:
         table, sequences, carried = tables
         rows = torch.empty_like(self.rows_array)
         states, decay = torch.empty_like(self.states), torch.empty_like(self.decay)
-        launches.append(self.table.launch((table[0] if lengths is None else lengths, *tables)))
+        launches.append(self.table.launch(table_arrays(lengths, tables)))
         launches.append(self.rows.launch((a, dt, bias, table, rows)))
         launches.append(self.local.launch((x, b, rows, table, carried, states, decay)))
         launches.append(self.passing.launch((states, decay, table, sequences, init, final)))

@@ -32,6 +32,7 @@ from .kernels import bwd_ragged as _ragged
 from .kernels import bwd_skip as _skip
 from .kernels.scan_out import GATE_GRADIENTS
 from .launch import Launch, Step, hinted
+from .ragged import table_arrays
 from .scan import ScanSteps, supports
 from .scan_config import ScanConfig
 
@@ -140,7 +141,7 @@ class _Run(Run):
         ragged = plan.ragged is not None
         launches = []
         if ragged:
-            launches.append(plan.table.launch((self.lengths, *self.tables)))
+            launches.append(plan.table.launch(table_arrays(self.lengths, self.tables)))
             launches.append(plan.tiles.launch((self.table, self.tiles)))
         if plan.rows is not None:
             launches.append(plan.rows.launch((self.a, self.dt, self.dt_bias, self.table, scratch.rows)))

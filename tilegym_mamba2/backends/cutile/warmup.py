@@ -103,6 +103,18 @@ def run(spec: Any, tokens: int, device: torch.device, backward: bool) -> None:
             mamba2_chunk_backward(*inputs, zeros_like(x), dfinal_state)
 
 
+def _zero_inputs(spec: Any, device: torch.device) -> dict[str, torch.Tensor | None]:
+    """x, dt, a, b, c, d, z and dt_bias of a scan's or a step's spec, all zeros; None for what it has not."""
+    dtypes = dict.fromkeys(("x", "b", "c", "z"), spec.dtype) | {"dt": spec.step_dtype}
+    shapes = spec.shapes
+    return {
+        name: torch.zeros(shapes[name], dtype=dtypes.get(name, torch.float32), device=device)
+        if name in shapes
+        else None
+        for name in ("x", "dt", "a", "b", "c", "d", "z", "dt_bias")
+    }
+
+
 # ---- the scan
 
 
@@ -134,19 +146,14 @@ def _lengths_of_tiles(spec: Any) -> list[int]:
 def run_scan(spec: Any, device: torch.device, backward: bool) -> None:
     """The calls that compile one of `scan_cases`: all zeros, and lengths of zero."""
     zeros, zeros_like = functools.partial(torch.zeros, device=device), torch.zeros_like
-    dtypes = dict.fromkeys(("x", "b", "c", "z"), spec.dtype) | {"dt": spec.step_dtype}
-    shapes = spec.shapes
-    inputs = {
-        name: zeros(shapes[name], dtype=dtypes.get(name, torch.float32)) if name in shapes else None
-        for name in ("x", "dt", "a", "b", "c", "d", "z", "dt_bias")
-    }
+    inputs = _zero_inputs(spec, device)
     lengths_of = functools.partial(zeros, dtype=torch.int32)
     borders = {
         "cu_seqlens": lengths_of(spec.num_sequences + 1) if spec.num_sequences else None,
         "seq_lens": lengths_of(spec.batch_size) if spec.padded else None,
     }
     options = ScanOptions(spec.raw_dt, tuple(map(float, NO_LIMIT)), spec.chunk_size, spec.state_dtype)
-    state = None if spec.stateless else zeros(shapes["init_state"], dtype=spec.state_dtype)
+    state = None if spec.stateless else zeros(spec.shapes["init_state"], dtype=spec.state_dtype)
     for init_state in (state, None) if backward and state is not None else (state,):
         arguments = (*inputs.values(), init_state, *borders.values())
         mamba2_chunk_scan(*arguments, options)
@@ -169,16 +176,11 @@ def batches(spec: Any) -> Iterable[int]:
 def run_step(spec: Any, batch: int, device: torch.device) -> None:
     """The calls that compile: the spec's sizes with `batch` rows, all zeros, and rows of no slot."""
     one = replace(spec, batch_size=batch, num_slots=spec.num_slots and max(spec.num_slots, batch))
-    zeros = functools.partial(torch.zeros, device=device)
-    dtypes = dict.fromkeys(("x", "b", "c", "z"), spec.dtype) | {"dt": spec.step_dtype}
-    inputs = {
-        name: zeros(one.shapes[name], dtype=dtypes.get(name, torch.float32)) if name in one.shapes else None
-        for name in ("x", "dt", "a", "b", "c", "d", "z", "dt_bias")
-    }
+    inputs = _zero_inputs(one, device)
     if spec.num_tokens == 1:
         for name in ("x", "dt", "b", "c", "z"):
             inputs[name] = None if inputs[name] is None else inputs[name][:, 0]
-    state = zeros(one.shapes["init_state"], dtype=spec.state_dtype)
+    state = torch.zeros(one.shapes["init_state"], dtype=spec.state_dtype, device=device)
     for dtype in (torch.int32, torch.int64) if spec.num_slots else (None,):
         slots = None if dtype is None else torch.full((batch,), -1, dtype=dtype, device=device)
         out = torch.empty_like(inputs["x"])
