@@ -31,7 +31,7 @@ from . import tuning
 from .backward_config import BackwardConfig
 from .backward_plan import NO_SKIP, SKIP_PER_HEAD, Piece, Plan, Problem, make_plan
 from .forward import last_contiguous, memory_form, precision_of, supports
-from .launch import Launch
+from .launch import Lanes, Launch
 
 __all__ = ["DIFFERENTIABLE", "gradients", "mamba2_chunk_backward", "supports"]
 
@@ -109,9 +109,14 @@ class Scratch:
         self._plan, self._device = plan, x.device
         self.rows = self.empty("rows")
         self.exits = self.empty("segments") if plan.pieces else self.rows
-        self.dexit_states = self.empty("tiles", plan.saved_dtype) if plan.pieces else self.rows
+        # Of each lane, the states at entries and the gradients of those at exits.
+        self.saved = [self._saved() for _ in range(plan.lanes)] if plan.pieces else []
         self.entries = self.empty("segments") if plan.keeps_entries else self.exits
-        self.entry_states = self.empty("tiles", plan.saved_dtype) if plan.entries else self.dexit_states
+
+    def _saved(self) -> tuple[torch.Tensor, torch.Tensor]:
+        dexit_states = self.empty("tiles", self._plan.saved_dtype)
+        entries = self.empty("tiles", self._plan.saved_dtype) if self._plan.entries else dexit_states
+        return entries, dexit_states
 
     def empty(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         known = self._plan.forms.get(name)
@@ -159,13 +164,12 @@ class Run:
         """What comes before the states."""
         return [self.plan.rows.launch((self.a, self.dt, self.scratch.rows))]
 
-    def launches(self) -> list[Launch]:
+    def launches(self) -> list[Launch | Lanes]:
         plan, scratch, results = self.plan, self.scratch, self.results
         launches = self.prepare()
         if plan.pass_borders is not None:
             launches += self._borders()
-        for piece in plan.pieces:
-            launches += self._piece(piece)
+        launches += self._pieces()
         if plan.finish_dt is not None:
             partial = scratch.empty("partial")
             sums = (scratch.rows, self.drows, self.overlap, results["dt"], partial)
@@ -204,13 +208,19 @@ class Run:
         launches.append(plan.pass_borders.launch(arrays))
         return launches
 
-    def _piece(self, piece: Piece) -> list[Launch]:
+    def _pieces(self) -> list[Launch | Lanes]:
+        """The pieces need nothing of each other but the memory for their tiles' states."""
+        lanes = [[] for _ in self.scratch.saved]
+        for k, piece in enumerate(self.plan.pieces):
+            lanes[k % len(lanes)] += self._piece(piece, self.scratch.saved[k % len(lanes)])
+        return [Lanes(tuple(lanes))] if len(lanes) > 1 else [item for lane in lanes for item in lane]
+
+    def _piece(self, piece: Piece, saved: tuple[torch.Tensor, torch.Tensor]) -> list[Launch]:
         plan, scratch, results = self.plan, self.scratch, self.results
         x, b, c, dout = (piece.of(t) for t in (self.x, self.b, self.c, self.dout))
         rows = piece.of(scratch.rows, 1)
-        saved = (scratch.entry_states, scratch.dexit_states)
         outputs = {}
-        dinit_view = scratch.dexit_states
+        dinit_view = saved[1]
         if "init_state" in results:
             dinit = piece.of(results["init_state"])
             dinit_view = dinit.unsqueeze(2)

@@ -34,6 +34,7 @@ class BackwardConfig:
     # as much again where one time is enough for all). Twice as many were 3 % faster for layers of 128 heads.
     # Half as many took 4 % longer: every launch costs some 5 us of blocks that end and begin.
     piece_blocks: int = 256
+    lanes: int = 2
     # Heads of a group go to several blocks until a batch row has this many blocks.
     part_blocks: int = 132
     rows_heads: int = 8

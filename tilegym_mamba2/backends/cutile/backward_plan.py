@@ -19,7 +19,7 @@ from .kernels import bwd_groups as _groups
 from .kernels import bwd_states as _states
 from .kernels import bwd_tokens as _tokens
 from .kernels.scan_out import NO_SKIP, SKIP_PER_CHANNEL, SKIP_PER_HEAD
-from .launch import INT32_REACH, Launch, Step, hinted, needs_wide, run_plan
+from .launch import INT32_REACH, Lanes, Launch, Step, hinted, needs_wide, run_plan
 from .ragged import Ragged
 
 __all__ = ["NO_SKIP", "SKIP_PER_CHANNEL", "SKIP_PER_HEAD", "Builder", "Piece", "Plan", "Problem", "make_plan"]
@@ -115,13 +115,15 @@ class Plan:
     segment_borders: Step | None = None
     pass_borders: Step | None = None
     pieces: list[Piece] = dataclasses.field(default_factory=list)
+    # How many pieces run side by side, each with memory of its own.
+    lanes: int = 1
     finish_dt: Step | None = None
     sum_heads: Step | None = None
     sum_parts: Step | None = None
     ragged: Ragged | None = None
     compiled: bool = False
 
-    def run(self, launches: list[Launch], device: torch.device, op: str) -> None:
+    def run(self, launches: list[Launch | Lanes], device: torch.device, op: str) -> None:
         run_plan(launches, device, op, self.compiled)
         self.compiled = True
 
@@ -216,6 +218,7 @@ def make_plan(problem: Problem, tensors: dict[str, torch.Tensor | None], plan: P
                 if for_groups:
                     piece.compute_dbc = builder.compute_dbc(part, groups, group_heads)
             plan.pieces.append(piece)
+    plan.lanes = min(config.lanes, len(plan.pieces))
     if for_tokens:
         plan.finish_dt = builder.finish_dt()
         plan.sum_heads = builder.sum_heads()

@@ -6,6 +6,7 @@ compiled, since nothing may compile while a CUDA graph is captured.
 
 import contextlib
 import functools
+import itertools
 import threading
 import types
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,6 +35,20 @@ class Launch(NamedTuple):
     args: tuple[Any, ...]
     outputs: Mapping[str, torch.Tensor]
     chained: bool = False
+
+
+class Lanes(NamedTuple):
+    """Sequences of launches of which none needs another: on a GPU they run side by side.
+
+    One fills the multiprocessors that another leaves idle while its blocks end and begin.
+    """
+
+    lanes: tuple[list[Launch], ...]
+
+    def in_turn(self) -> Iterator[Launch]:
+        """All launches in an order in which they may run one after the other."""
+        for launches in itertools.zip_longest(*self.lanes):
+            yield from (item for item in launches if item is not None)
 
 
 _NO_OUTPUTS: Mapping[str, torch.Tensor] = types.MappingProxyType({})
@@ -123,31 +138,75 @@ def recording() -> Iterator[list[Launch]]:
         _recorder.launches = before
 
 
-def run(launches: Sequence[Launch], device: torch.device) -> None:
+def run(launches: Sequence[Launch | Lanes], device: torch.device) -> None:
     """Enqueues the launches in order on the device's current stream (or interprets them, on CPU tensors)."""
     if device.type == "meta" and _recorder.launches is not None:
-        _recorder.launches += launches
+        _recorder.launches += in_turn(launches)
         return
     if device.type == "cpu" and interpreter_active():
         from tilegym_mamba2 import interpreter
 
-        for item in launches:
+        for item in in_turn(launches):
             interpreter.launch(item.grid, item.kernel, item.args, outputs=item.outputs)
         return
     # The handle alone: making a Stream object costs 5 us. TileGym replaces `ct.launch`, and its form takes no
     # option, so it is called through the module, and past it only for chained launches.
     stream = torch._C._cuda_getCurrentRawStream(device.index)
     for item in launches:
-        if item.chained:
+        if type(item) is Lanes:
+            _run_lanes(item, device)
+        elif item.chained:
             launch_directly(stream, item.grid, item.kernel, item.args, programmatic_dependent_launch=True)
         else:
             ct.launch(stream, item.grid, item.kernel, item.args)
 
 
+def in_turn(launches: Sequence[Launch | Lanes]) -> Iterator[Launch]:
+    """The launches, those in lanes one after the other."""
+    for item in launches:
+        if isinstance(item, Lanes):
+            yield from item.in_turn()
+        else:
+            yield item
+
+
+def _run_lanes(work: Lanes, device: torch.device) -> None:
+    """The first lane on the current stream, each of the others on one of its own, which the current one waits
+    for. A CUDA graph that is being captured takes them up as branches."""
+    current = torch.cuda.current_stream(device)
+    others = _side_streams(device, len(work.lanes) - 1)
+    for stream in others:
+        stream.wait_stream(current)
+    handles = [stream.cuda_stream for stream in (current, *others)]
+    for items in itertools.zip_longest(*work.lanes):
+        for handle, item in zip(handles, items, strict=True):
+            if item is not None:
+                ct.launch(handle, item.grid, item.kernel, item.args)
+    for stream in others:
+        current.wait_stream(stream)
+
+
+class _SideStreams(threading.local):
+    """Each thread has its own: another's CUDA graph capture must not take up what this one enqueues."""
+
+    def __init__(self) -> None:
+        self.of_device: dict[int, list[torch.cuda.Stream]] = {}
+
+
+_side = _SideStreams()
+
+
+def _side_streams(device: torch.device, count: int) -> list[torch.cuda.Stream]:
+    streams = _side.of_device.setdefault(device.index, [])
+    while len(streams) < count:
+        streams.append(torch.cuda.Stream(device))
+    return streams[:count]
+
+
 _compiled: set[tuple[int, int, str]] = set()
 
 
-def run_plan(launches: Sequence[Launch], device: torch.device, op_name: str, compiled: bool) -> None:
+def run_plan(launches: Sequence[Launch | Lanes], device: torch.device, op_name: str, compiled: bool) -> None:
     """As `run`, on any GPU, whichever is current. `compiled`: such launches have run before.
 
     If not, and a CUDA graph is being captured, it raises before anything is enqueued if one would have to
@@ -164,7 +223,7 @@ def run_plan(launches: Sequence[Launch], device: torch.device, op_name: str, com
         run(launches, device)
         return
     # Each GPU loads its own copy.
-    signatures = {(device.index, id(item.kernel), _symbol(item)) for item in launches}
+    signatures = {(device.index, id(item.kernel), _symbol(item)) for item in in_turn(launches)}
     if torch.cuda.is_current_stream_capturing() and not signatures <= _compiled:
         raise RuntimeError(
             f"{op_name}: warm up first: a kernel for these shapes, dtypes and strides is not compiled yet, "
