@@ -21,7 +21,7 @@ HOST_NAMES = {"scan_rows": "_rows", "scan_states": "_states", "scan_out": "_out"
 
 # What is broken: (module, what its source says, what it says instead).
 MUTATIONS = {
-    "gate without its sigmoid": ("gate", "return ct.truediv(v, 1.0 +", "return ct.truediv(v, 1.0 + 0.0 *"),
+    "gate without its sigmoid": ("gate", "return _over(v, 1.0 +", "return _over(v, 1.0 + 0.0 *"),
     "softplus is relu": ("steps", "+ log1p_up_to_one(ct.exp(-ct.abs(v)))", "+ 0.0"),
     "clamp before softplus": (
         "scan_rows",

@@ -7,14 +7,19 @@ from .decay import LOG2E, exp2
 _APPROX = ct.RoundingMode.APPROX
 
 
+def _over(x, y):
+    """x / y for y ≥ 1, denormals flushed: without that each division costs three more instructions."""
+    return ct.truediv(x, y, rounding_mode=_APPROX, flush_to_zero=True)
+
+
 def sigmoid(v):
     """1 / (1 + exp(−v)), without overflow: past 88 the exponential is inf and the result 0."""
-    return ct.truediv(1.0, 1.0 + exp2(-LOG2E * v), rounding_mode=_APPROX)
+    return _over(1.0, 1.0 + exp2(-LOG2E * v))
 
 
 def silu(v):
     """v · sigmoid(v)."""
-    return ct.truediv(v, 1.0 + exp2(-LOG2E * v), rounding_mode=_APPROX)
+    return _over(v, 1.0 + exp2(-LOG2E * v))
 
 
 def silu_slope(v):
