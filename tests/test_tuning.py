@@ -97,10 +97,21 @@ def test_segments_cover_the_tokens_and_no_segment_is_empty(
     tiles_per_segment, segments = config.segments(tokens, blocks)
     length = tiles_per_segment * config.tile_tokens
     assert (segments - 1) * length < tokens <= segments * length
-    assert segments == 1 or (
-        segments * blocks <= max(blocks, config.segment_blocks)
-        and tiles_per_segment >= config.min_segment_tiles
+    tiles = -(-tokens // config.tile_tokens)
+    most = max(
+        config.segment_blocks,
+        min(256, config.segment_blocks * (1 if tiles < 512 else 2 if tiles < 2048 else 4)),
     )
+    assert segments == 1 or (
+        segments * blocks <= max(blocks, most) and tiles_per_segment >= config.min_segment_tiles
+    )
+
+
+def test_long_rows_are_cut_finer() -> None:
+    segments = [ForwardConfig().segments(tokens, 8)[1] for tokens in (32704, 32768, 65536, 2**17, 2**20)]
+    assert segments == [8, 16, 16, 32, 32]
+    # No fewer than were asked for, and no more where that fills it.
+    assert ForwardConfig(segment_blocks=512).segments(65536, 80) == (171, 6)
 
 
 # ---- which table answers
