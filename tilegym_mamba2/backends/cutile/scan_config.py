@@ -20,7 +20,7 @@ class ScanConfig:
     rows_occupancy: int = 16
     # Of the tiles of z: they share a block's memory with the double-buffered ones.
     gate_latency: int = 3
-    pass_tile_p: int = 4
+    pass_tile_p: int = 8
 
     def segment_tiles(self, tiles: int, blocks_per_segment: int) -> int:
         """Tiles of a ragged segment, a power of two, for so many tiles in a row."""
