@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilegym_mamba2 import interpreter, mamba2_chunk_backward, registry
-from tilegym_mamba2.backends.cutile import backward
+from tilegym_mamba2.backends.cutile import aligned, backward
 from tilegym_mamba2.backends.cutile.backward_config import BackwardConfig
 from tilegym_mamba2.budgets import check
 from tilegym_mamba2.spec import SPECS, Mamba2ProblemSpec
@@ -71,6 +71,8 @@ CONFIGS = {
     "a part a head": {"part_blocks": 10**4},
     "two parts of a group": {"part_blocks": 18},
     "apart": {"fused_tile_n_max": 0},
+    "apart, operands weighted": {"fused_tile_n_max": 0, "weigh_last": False},
+    "three lanes": {"max_segment_tiles": 1, "min_segment_tiles": 1, "piece_blocks": 1, "lanes": 3},
     "narrow tiles of N": {
         "fused_tile_n_max": 0,
         "token_tile_n_max": 16,
@@ -229,3 +231,72 @@ def test_rate_after_tokens_that_forget_everything(device: str, step: float) -> N
     got = gradients(inputs, needed=(True,) * 4 + (False, True, False))
     for name, index in (("da", 1), ("ddt", 5)):
         assert (got[name] - expected[index]).norm() <= 2e-5 * expected[index].norm()
+
+
+# ---- rows that the copy engine cannot load
+
+
+def odd_rows(tensors: Any) -> bool:
+    return not all(map(aligned.has_whole_rows, tensors))
+
+
+@pytest.mark.parametrize("name", ["p40", "p80-n96", "sliced-published", "sliced-fp32", "three-heads"])
+def test_copies_with_whole_rows_change_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = replace(SPECS[name], num_tokens=70, head_size=SPECS[name].head_size - 3, state_size=13)
+    inputs = sample(spec, "cpu")
+    assert odd_rows([inputs["x"]]) and odd_rows([inputs["b"]])
+    as_they_are = gradients(inputs)
+    copied = []
+    monkeypatch.setattr(backward, "must_copy", lambda tensors: copied.append(odd_rows(tensors)) or copied[-1])
+    monkeypatch.setattr(backward, "_plans", {})
+    assert same(gradients(inputs), as_they_are)
+    assert copied == [True, False]
+
+
+def test_which_rows_are_whole() -> None:
+    whole = aligned.has_whole_rows
+    x = torch.zeros(2, 5, 3, 64, dtype=torch.bfloat16)
+    assert whole(x) and whole(x[..., 8:]) and whole(x[:, :, 1:2]) and whole(x[:1, :1, :1, :8])
+    assert not whole(x[..., 4:]) and not whole(x[..., :60]) and not whole(torch.zeros(2, 5, 3, 3))
+    assert not whole(torch.zeros(2, 5, 3, 9)[..., :8])
+    # Where there is one of something, its stride says nothing.
+    assert whole(torch.zeros(1, 1, 1, 9)[..., :8])
+    assert not aligned.must_copy([torch.zeros(2, 5, 3, 3)])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("sizes", [(3, 5), (1, 1), (33, 20), (20, 33), (7, 128)], ids=str)
+def test_odd_rows_on_a_gpu(sizes: tuple[int, int], dtype: torch.dtype) -> None:
+    spec = replace(SPECS["fp32-slow"], num_tokens=150, head_size=sizes[0], state_size=sizes[1], dtype=dtype)
+    inputs = sample(spec, "cuda")
+    first = gradients(inputs)
+    assert_right(spec, first, inputs)
+    assert all(same(gradients(inputs), first) for _ in range(3))
+
+
+@pytest.mark.gpu
+def test_pieces_side_by_side_follow_the_callers_stream_and_graph() -> None:
+    inputs = sample(BASE, "cuda")
+    one = {"max_segment_tiles": 1, "min_segment_tiles": 1, "piece_blocks": 1, "lanes": 1}
+    with BackwardConfig.override(replace(BackwardConfig(), **one)):
+        expected = gradients(inputs)
+    with BackwardConfig.override(replace(BackwardConfig(), **one | {"lanes": 3})):
+        assert same(gradients(inputs), expected)
+        stream = torch.cuda.Stream()
+        late = inputs | {"dout": torch.zeros_like(inputs["dout"])}
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            # What the lanes read is written late, and what they wrote is read at once.
+            torch.cuda._sleep(10**7)
+            late["dout"].copy_(inputs["dout"])
+            found = {name: v if v is None else v.clone() for name, v in gradients(late).items()}
+        stream.synchronize()
+        assert same(found, expected)
+        graph = torch.cuda.CUDAGraph()
+        late["dout"].zero_()
+        with torch.cuda.graph(graph):
+            captured = gradients(late)
+        late["dout"].copy_(inputs["dout"])
+        graph.replay()
+        assert same(captured, expected)

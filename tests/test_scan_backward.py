@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tests import scan_oracle
 from tests.scanning import Shape, cotangents, scales, shapes
 from tilegym_mamba2 import interpreter
-from tilegym_mamba2.backends.cutile import scan_backward
+from tilegym_mamba2.backends.cutile import aligned, scan_backward
 from tilegym_mamba2.backends.cutile.backward_config import BackwardConfig
 from tilegym_mamba2.backends.cutile.kernels.bwd_ragged import tiles_of_slots
 from tilegym_mamba2.backends.cutile.launch import run
@@ -297,6 +297,20 @@ def test_gradients_of_any_layout() -> None:
     turned = dfinal.mT.contiguous().mT
     found = gradients(values | moved, dout.mT.contiguous().mT, turned)
     assert same(found, gradients(values, dout, dfinal))
+
+
+@every_layout
+def test_copies_with_whole_rows_change_no_bit(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = replace(SHAPES[layout], head_size=3, state_size=5)
+    values, dout, dfinal, _ = problem(shape, torch.float32, "cpu")
+    as_they_are = gradients(values, dout, dfinal)
+    silent = gradients(values, None, dfinal)
+    monkeypatch.setattr(scan_backward, "must_copy", lambda ts: not all(map(aligned.has_whole_rows, ts)))
+    monkeypatch.setattr(scan_backward, "_plans", {})
+    found = gradients(values, dout, dfinal)
+    assert any(plan.copies for plan in scan_backward._plans.values())
+    assert same(found, as_they_are) and all(v.shape == as_they_are[n].shape for n, v in found.items())
+    assert same(gradients(values, None, dfinal), silent)
 
 
 def test_empty_sequences_pass_their_gradient_on() -> None:

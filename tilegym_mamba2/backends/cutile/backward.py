@@ -14,10 +14,11 @@
 
 States are computed again, not saved, and C Bᵀ never reaches memory. Every sum has a fixed order: the
 gradients are the same bits in every run. Copies that are made: x, b, c or dout whose last dimension is not
-contiguous, and a dout that repeats elements. Scratch: two states (P, N) for every tile and head of the
-segments at hand, in bfloat16 for bfloat16 inputs, else float32 (at most 268 MB at P 64, N 128, however long
-the sequence); 36 bytes a token and head; two float32 states a segment and head; and where a group of many
-heads is cut in parts, db and dc in float32 for each part.
+contiguous, a dout that repeats elements, and all token arrays where the rows of one are no multiple of 16
+bytes, see `aligned`. Scratch: two states (P, N) for every tile and head of the segments at hand, in bfloat16
+for bfloat16 inputs, else float32 (at most 537 MB at P 64, N 128, however long the sequence); 36 bytes a token
+and head; two float32 states a segment and head; and where a group of many heads is cut in parts, db and dc in
+float32 for each part.
 """
 
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ import torch
 from tilegym_mamba2.forms import Kept, forms_of
 
 from . import tuning
+from .aligned import must_copy, through_copies
 from .backward_config import BackwardConfig
 from .backward_plan import NO_SKIP, SKIP_PER_HEAD, Piece, Plan, Problem, make_plan
 from .forward import last_contiguous, memory_form, precision_of, supports
@@ -88,6 +90,9 @@ def gradients(
     inputs = dict(zip(_INPUTS, (x, a, b, c, d, dt, init_state), strict=True))
     if plan.empty:
         return without_tokens(needed, inputs, dfinal_state)
+    if plan.copies:
+        call = lambda copies, dout, dfinal: gradients(*copies, dout, dfinal, needed)  # noqa: E731
+        return through_copies(_INPUTS, tuple(inputs.values()), dout, dfinal_state, call)
     names = {name for name, need in zip(_INPUTS, needed, strict=True) if need}
     run = Run(plan, names, inputs, dout, dfinal_state)
     plan.run(run.launches(), x.device, OP)
@@ -287,9 +292,11 @@ def _plan_of(*arguments: Any) -> Plan:
 
 
 def _make_plan(tensors: list[Optional], needed: tuple[bool, ...]) -> Plan:
-    x, _, _, _, d, _, init_state, _, dfinal_state = tensors
+    x, _, b, c, d, _, init_state, dout, dfinal_state = tensors
     if x.shape[0] * x.shape[1] == 0:
         return Plan(empty=True)
+    if must_copy((x, b, c, dout)):
+        return Plan(empty=False, copies=True)
     names = frozenset(name for name, need in zip(_INPUTS, needed, strict=True) if need)
     skip = NO_SKIP if d is None else SKIP_PER_HEAD
     problem = Problem(names, skip, init_state is not None, dfinal_state is not None)

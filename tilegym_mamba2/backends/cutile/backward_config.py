@@ -21,8 +21,8 @@ from .tuning import arch_of
 class BackwardConfig:
     """One configuration of the backward's kernels.
 
-    The result depends on `tile_tokens`, the segments, `part_blocks` and `group_tile_n_max`; the rest only
-    moves time.
+    The result depends on `tile_tokens`, the segments, `part_blocks`, `group_tile_n_max` and `weigh_last`; the
+    rest only moves time and memory.
     """
 
     tile_tokens: int = 64
@@ -31,9 +31,11 @@ class BackwardConfig:
     min_segment_tiles: int = 4
     max_segment_tiles: int = 32
     # How many blocks walk at a time: a bound on the states in memory, 268 MB at P 64, N 128 in bfloat16 (half
-    # as much again where one time is enough for all). Twice as many were 3 % faster for layers of 128 heads.
-    # Half as many took 4 % longer: every launch costs some 5 us of blocks that end and begin.
+    # as much again where one time is enough for all), for each lane. Every launch costs some 5 us of blocks
+    # that end and begin: half as many took 4 % longer.
     piece_blocks: int = 256
+    # How many pieces run side by side, so that one fills the multiprocessors that another leaves idle: N 512
+    # 1763 to 1650 us, N 256 921 to 890; three lanes are no faster.
     lanes: int = 2
     # Heads of a group go to several blocks until a batch row has this many blocks.
     part_blocks: int = 132
@@ -56,6 +58,8 @@ class BackwardConfig:
     group_occupancy: int = 2
     group_warps: int = 4
     group_latency: int = 3
+    # `compute_dbc` weighs the products with the states, not their operands: one rounding less.
+    weigh_last: bool = True
     # Up to this N, and P 64, one kernel computes all gradients in bfloat16. 0: never.
     fused_tile_n_max: int = 128
     fused_latency: int = 3
@@ -148,8 +152,8 @@ def default_config(arch: str, precision: int, head_shape: tuple[int, int], state
     config = BackwardConfig()
     if heads >= 16:
         # Models of this size run at B 1 too: fill the GPU from one row (132 multiprocessors, two blocks
-        # each).
-        config = dataclasses.replace(config, segment_blocks=512, part_blocks=264)
+        # each). One lane of twice the size: 80 heads 604 us, two lanes 660, one of the plain size 772.
+        config = dataclasses.replace(config, segment_blocks=512, part_blocks=264, piece_blocks=512, lanes=1)
     if arch not in ("sm_90", "sm_100", "sm_103"):
         # Where products take their sums from ordinary registers, all gradients at once spill.
         config = dataclasses.replace(config, fused_tile_n_max=0)
@@ -162,6 +166,8 @@ def default_config(arch: str, precision: int, head_shape: tuple[int, int], state
         if arch == "sm_90" and state_size > 256:
             # N 512 in tiles of 256, eight warps: compute_dx 660 to 560 us, compute_dbc 479 to 411.
             config = dataclasses.replace(config, token_tile_n_max=256, token_occupancy=1, token_warps=8)
+            # No room for another sum of (L, 256).
+            config = dataclasses.replace(config, weigh_last=False)
             return dataclasses.replace(config, group_tile_n_max=256, group_occupancy=1, group_warps=8)
         if arch == "sm_90" and state_size > 128:
             # 280 bytes of spills, and still 480 us against 310 + 237 in two kernels (N 256).
@@ -184,4 +190,6 @@ def default_config(arch: str, precision: int, head_shape: tuple[int, int], state
         group_occupancy=1,
         group_warps=8 if split else 4,
         group_latency=1,
+        # With one tf32 product it spills.
+        weigh_last=split,
     )

@@ -100,6 +100,8 @@ class Plan:
     """All that a call needs and that shapes, strides and dtypes decide."""
 
     empty: bool
+    # x, b, c or dout must be copied first, see `aligned`; nothing else is set then.
+    copies: bool = False
     shapes: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     saved_dtype: torch.dtype = torch.float32
     # Of those shapes, once they were needed; see `forward.memory_form`.
@@ -352,7 +354,7 @@ class Builder:
                 tile_n,
                 self.p_tiles,
                 self.precision,
-                self.ragged,
+                (self.ragged, config.weigh_last),
                 config.group_latency,
             ),
         )

@@ -24,6 +24,7 @@ from tilegym_mamba2.forms import Kept, forms_of
 from tilegym_mamba2.options import ScanOptions
 
 from . import scan_config, tuning
+from .aligned import must_copy, through_copies
 from .backward import Run, readable, without_tokens
 from .backward_config import BackwardConfig
 from .backward_plan import NO_SKIP, SKIP_PER_CHANNEL, SKIP_PER_HEAD, Builder, Plan, Problem, make_plan
@@ -89,6 +90,12 @@ def mamba2_chunk_scan_backward(
     plan = _plan_of(inputs, dout, dfinal_state, lengths, cu_seqlens is not None, options, needed)
     if plan.empty:
         return without_tokens(needed, dict(zip(_INPUTS, tensors, strict=True)), dfinal_state)
+    if plan.copies:
+        given = (x, dt, a, b, c, d, z, dt_bias, init_state)
+        call = lambda copies, dout, dfinal: mamba2_chunk_scan_backward(  # noqa: E731
+            *copies, cu_seqlens, seq_lens, dout, dfinal, options, needed
+        )
+        return through_copies(_INPUTS, given, None if silent else dout, dfinal_state, call)
     names = {name for name, need in zip(_INPUTS, needed, strict=True) if need}
     run = _Run(plan, names, inputs, dout, dfinal_state, lengths)
     plan.run(run.launches(), x.device, OP)
@@ -225,6 +232,9 @@ def _make_plan(
     x, d, dt_bias = tensors["x"], tensors["d"], tensors["dt_bias"]
     if x.shape[0] * x.shape[1] == 0:
         return _Plan(empty=True)
+    gate = () if tensors["z"] is None else (tensors["z"],)
+    if must_copy((x, tensors["b"], tensors["c"], tensors["dout"], *gate)):
+        return _Plan(empty=False, copies=True)
     skip = NO_SKIP
     if d is not None:
         skip = SKIP_PER_HEAD if d.ndim == 1 else SKIP_PER_CHANNEL

@@ -12,15 +12,15 @@ import cuda.tile as ct
 
 from .bwd_tiles import decode_heads, load_saved_state, ragged_tile
 from .decay import causal_weights_t
-from .products import product, product_of_loaded
+from .products import add_weighted, product, product_of_loaded
 from .scan_table import window
 from .tiles import (
     ROW_DT,
     ROW_EXP_G,
     ROW_G,
     ROW_STATE_WEIGHT,
-    ConstBool,
     ConstInt,
+    ConstTuple,
     load_rows,
     load_tokens,
     row,
@@ -47,15 +47,19 @@ def compute_dbc(
     TILE_N: ConstInt,
     P_TILES: ConstInt,
     PRECISION: ConstInt,
-    RAGGED: ConstBool,
+    FLAGS: ConstTuple,
     LATENCY: ConstInt,
 ):
     """Some heads of one group at one tile of tokens, TILE_N of the N columns.
 
-    Grid: (B · tiles · G · parts, ceil(N / TILE_N)). sizes: see `decode_heads`; RAGGED, tiles and table: as in
-    `compute_dx`. x, dout (B, T, H, P), b, c (B, T, G, N), rows (4, B, H, ≥ tiles, L), entry_states and
-    dexit_states (B, H, ≥ tiles asked for, P, N); writes db, dc (B, T, G · parts, N).
+    Grid: (B · tiles · G · parts, ceil(N / TILE_N)). FLAGS: (RAGGED, WEIGH_LAST). sizes: see `decode_heads`;
+    RAGGED, tiles and table: as in `compute_dx`. x, dout (B, T, H, P), b, c (B, T, G, N), rows
+    (4, B, H, ≥ tiles, L), entry_states and dexit_states (B, H, ≥ tiles asked for, P, N); writes db, dc
+    (B, T, G · parts, N).
+
+    WEIGH_LAST: the decay joins after the products with the states; see `add_weighted`.
     """
+    RAGGED, WEIGH_LAST = FLAGS
     heads_per_group, heads_per_block = sizes[1], sizes[2]
     batch, group, part, tile, saved, first, count = decode_heads(b.shape[2], sizes)
     n_tile = ct.bid(1)
@@ -84,8 +88,13 @@ def compute_dbc(
             index = (batch, head, saved, p_tile, n_tile)
             entry = load_saved_state(entry_states, index, (TILE_P, TILE_N), LATENCY)
             dexit = load_saved_state(dexit_states, index, (TILE_P, TILE_N), LATENCY)
-            dc_tile = product(dy_tile.astype(ct.float32) * since_entry, entry, dc_tile, PRECISION)
-            db_tile = product(x_tile.astype(ct.float32) * weight, dexit, db_tile, PRECISION)
+            if WEIGH_LAST:
+                # In this order: 1984 instructions, not 2456.
+                db_tile = add_weighted(db_tile, x_tile, dexit, weight, PRECISION)
+                dc_tile = add_weighted(dc_tile, dy_tile, entry, since_entry, PRECISION)
+            else:
+                dc_tile = product(dy_tile.astype(ct.float32) * since_entry, entry, dc_tile, PRECISION)
+                db_tile = product(x_tile.astype(ct.float32) * weight, dexit, db_tile, PRECISION)
             # Last: ahead of the two sums it would keep their operands waiting in registers.
             dweights_t = product_of_loaded(x_tile, dy_tile.transpose(), zeros, PRECISION)
             dscores_t = dscores_t + dweights_t * causal_weights_t(g, dt, tokens)

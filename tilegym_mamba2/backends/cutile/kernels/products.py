@@ -38,3 +38,12 @@ def product_of_loaded(x, y, acc, precision):
     if x.dtype == ct.float32:
         return product(x, y, acc, precision)
     return ct.mma(x, y, acc)
+
+
+def add_weighted(acc, x, y, weight, precision):
+    """acc + weight ∘ (x @ y), for two operands as loaded and a weight (rows, 1).
+
+    The rows of the product are weighted, so that x enters it as it is: weighted first, it would be rounded.
+    """
+    fresh = ct.zeros(acc.shape, ct.float32)
+    return acc + product(x, y, fresh, precision) * weight
