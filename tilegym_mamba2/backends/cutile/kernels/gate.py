@@ -14,7 +14,8 @@ def _over(x, y):
 
 def sigmoid(v):
     """1 / (1 + exp(−v)), without overflow: past 88 the exponential is inf and the result 0."""
-    return _over(1.0, 1.0 + exp2(-LOG2E * v))
+    # Not `_over`: with it `finish_dt` spills 8 bytes.
+    return ct.truediv(1.0, 1.0 + exp2(-LOG2E * v), rounding_mode=_APPROX)
 
 
 def silu(v):
