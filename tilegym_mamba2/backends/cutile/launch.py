@@ -149,16 +149,22 @@ def run(launches: Sequence[Launch | Lanes], device: torch.device) -> None:
         for item in in_turn(launches):
             interpreter.launch(item.grid, item.kernel, item.args, outputs=item.outputs)
         return
-    # The handle alone: making a Stream object costs 5 us. TileGym replaces `ct.launch`, and its form takes no
-    # option, so it is called through the module, and past it only for chained launches.
+    # The handle alone: making a Stream object costs 5 us.
     stream = torch._C._cuda_getCurrentRawStream(device.index)
     for item in launches:
         if type(item) is Lanes:
             _run_lanes(item, device)
-        elif item.chained:
-            launch_directly(stream, item.grid, item.kernel, item.args, programmatic_dependent_launch=True)
         else:
-            ct.launch(stream, item.grid, item.kernel, item.args)
+            _enqueue(item, stream)
+
+
+def _enqueue(item: Launch, stream: int) -> None:
+    # TileGym replaces `ct.launch`, and its form takes no option, so it is called through the module, and past
+    # it only for chained launches.
+    if item.chained:
+        launch_directly(stream, item.grid, item.kernel, item.args, programmatic_dependent_launch=True)
+    else:
+        ct.launch(stream, item.grid, item.kernel, item.args)
 
 
 def in_turn(launches: Sequence[Launch | Lanes]) -> Iterator[Launch]:
@@ -178,12 +184,15 @@ def _run_lanes(work: Lanes, device: torch.device) -> None:
     for stream in others:
         stream.wait_stream(current)
     handles = [stream.cuda_stream for stream in (current, *others)]
-    for items in itertools.zip_longest(*work.lanes):
-        for handle, item in zip(handles, items, strict=True):
-            if item is not None:
-                ct.launch(handle, item.grid, item.kernel, item.args)
-    for stream in others:
-        current.wait_stream(stream)
+    try:
+        for items in itertools.zip_longest(*work.lanes):
+            for handle, item in zip(handles, items, strict=True):
+                if item is not None:
+                    _enqueue(item, handle)
+    finally:
+        # Also when a launch fails: the memory of those before it goes back to the current stream.
+        for stream in others:
+            current.wait_stream(stream)
 
 
 class _SideStreams(threading.local):
