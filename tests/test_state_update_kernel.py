@@ -385,7 +385,7 @@ MUTATIONS = {
         "ct.sum((h_tile - (step * x_tile)[:, None] * b_tile[None, :]) * c_tile[None, :], axis=1)",
     ),
     "skip past the gate": (KERNEL, "y = y * silu(", "y = skip[i] * x_tile + (y - skip[i] * x_tile) * silu("),
-    "gate without its sigmoid": ("gate", "return ct.truediv(v, 1.0 +", "return ct.truediv(v, 1.0 + 0.0 *"),
+    "gate without its sigmoid": ("gate", "return _over(v, 1.0 +", "return _over(v, 1.0 + 0.0 *"),
     "skip of the first head": (KERNEL, "number(d_skip, (head,))", "number(d_skip, (0,))"),
     "skip of the first rows": (KERNEL, "load_tile(d_skip, (head, first + i)", "load_tile(d_skip, (head, 0)"),
     "bias of the first head": (KERNEL, "number(dt_bias, (head,))", "number(dt_bias, (0,))"),
