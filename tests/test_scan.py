@@ -682,3 +682,62 @@ def test_a_replayed_graph_follows_new_data_and_lengths(backend: str, shape: Shap
     results, gradients = run()
     assert all(torch.equal(c, r) for c, r in zip(captured[0], results, strict=True))
     assert all(torch.equal(captured[1][name], gradients[name]) for name in gradients)
+
+
+# ---- rates that are no ordinary numbers
+
+
+@with_a_backward
+def test_a_rate_of_minus_infinity_forgets_at_any_step_but_zero(backend: str) -> None:
+    dtype, tolerance = PRECISION[backend]
+    shape = Shape(tokens=150, init_state=True, dt_limit=(0.0, math.inf))
+    values = shape.values(dtype)
+    values["dt"] = values["dt"].abs() + 0.1
+    values["dt"][:, 3::7, :2] = 0.0
+    values["a"][0] = -math.inf
+    dout, dfinal = cotangents(values)
+    expected = scan_oracle.scan(**values | {"a": values["a"].nan_to_num(neginf=-1e30)})
+    with running(backend):
+        results, gradients = with_gradients(values, dout, dfinal, backend=backend)
+    for got, ref in zip(results, expected, strict=False):
+        assert error(got, ref) <= tolerance
+    # What a token gives does not depend on such a rate: its gradients are a steep one's, at a dt above 0.
+    assert all(gradient.isfinite().all() for gradient in gradients.values())
+    steep = values | {"a": values["a"].nan_to_num(neginf=-1e6)}
+    with running(backend):
+        _, references = with_gradients(steep, dout, dfinal, backend=backend)
+    some = values["dt"] > 0
+    for name in ("x", "b", "c", "init_state"):
+        assert error(gradients[name], references[name]) <= tolerance
+    assert error(gradients["dt"][some], references["dt"][some]) <= tolerance
+    # The steps of decoding: the same.
+    state, outs = values["init_state"].clone(), []
+    with running(backend):
+        for t in range(20):
+            token = (values[name][:, t] for name in ("x", "dt"))
+            row = (values["a"], values["b"][:, t], values["c"][:, t])
+            outs.append(tilegym_mamba2.mamba2_state_update(state, *token, *row, backend=backend))
+    assert error(torch.stack(outs, 1), expected[0][:, :20]) <= max(tolerance, 2e-6)
+
+
+@with_a_backward
+def test_a_rate_that_is_nan_is_not_lost(backend: str) -> None:
+    values = Shape(tokens=150).values(torch.float32)
+    values["dt"] = values["dt"].abs() + 0.1
+    values["a"][1] = math.nan
+    dout, dfinal = cotangents(values)
+    with running(backend):
+        (out, final_state), gradients = with_gradients(values, dout, dfinal, backend=backend)
+        step = tilegym_mamba2.mamba2_state_update(
+            torch.ones_like(final_state),
+            *(values[name][:, 0] for name in ("x", "dt")),
+            values["a"],
+            *(values[name][:, 0] for name in ("b", "c")),
+            backend=backend,
+        )
+    # Of the first token what came before it is zero, which no backend need multiply by NaN.
+    assert out[:, 1:, 1].isnan().all() and final_state[:, 1].isnan().all() and step[:, 1].isnan().all()
+    assert gradients["a"].isnan().tolist() == [False, True, False, False]
+    assert gradients["dt"][..., 1].isnan().any() and gradients["x"][:, :, 1].isnan().any()
+    for whole in (out, gradients["x"], gradients["dt"]):
+        assert not whole[:, :, [0, 2, 3]].isnan().any()

@@ -8,6 +8,7 @@ Slow and plain on purpose: other implementations are compared with it, and it sh
 import torch
 
 from tilegym_mamba2.backends.torch import final_state_dtype, full_precision, working_dtype
+from tilegym_mamba2.backends.torch.segments import finite, log_decay
 
 DIFFERENTIABLE = True
 
@@ -37,7 +38,7 @@ def mamba2_chunk_forward(
     _, T, H, _ = x.shape
     work = working_dtype(x, a, b, c, d, dt, init_state)
     x_work, dt_work = x.to(work), dt.to(work)
-    decay = torch.exp(a.to(work) * dt_work)
+    decay = log_decay(a.to(work), dt_work).exp()
     b_heads, c_heads = _heads(b.to(work), H), _heads(c.to(work), H)
     state = _initial(x, b, init_state, work)
     outs = []
@@ -74,7 +75,7 @@ def mamba2_chunk_backward(
     G, N = b.shape[2:]
     work = working_dtype(x, a, b, c, d, dt, init_state, dout, dfinal_state, at_least=state_dtype)
     x_work, dt_work, a_work = x.to(work), dt.to(work), a.to(work)
-    decay = torch.exp(a_work * dt_work)
+    decay = log_decay(a_work, dt_work).exp()
     b_heads, c_heads = _heads(b.to(work), H), _heads(c.to(work), H)
     dy = torch.zeros_like(x_work) if dout is None else dout.to(work)
 
@@ -93,7 +94,7 @@ def mamba2_chunk_backward(
         db[:, t] = (dstate * (dt_work[:, t, :, None] * x_work[:, t])[..., None]).sum(-2)
         dx[:, t] = dt_work[:, t, :, None] * dinput
         dlog_decay[:, t] = decay[:, t] * (dstate * states[t]).sum((-1, -2))
-        ddt[:, t] = (dinput * x_work[:, t]).sum(-1) + a_work * dlog_decay[:, t]
+        ddt[:, t] = (dinput * x_work[:, t]).sum(-1) + finite(a_work) * dlog_decay[:, t]
         dstate = decay[:, t, :, None, None] * dstate
     if d is not None:
         dx = dx + d.to(work)[:, None] * dy

@@ -160,13 +160,18 @@ def cut(piece: tuple[torch.Tensor, ...], a: torch.Tensor, L: int, work: torch.dt
     """Cut one piece (x, b, c, dt, ...) into chunks and sum its decay."""
     x, b, c, dt = (chunks(tokens, L, work) for tokens in piece[:4])
     # A product with a triangle of ones: torch.cumsum on CUDA is refused in deterministic mode.
-    # -inf would make NaN of differences, and of the filling with dt = 0; 1e30 is past any other decay.
-    forgets = (a == -torch.inf) & (dt > 0)
-    log_decay = (finite(a).double() * dt.double()).masked_fill(forgets, -1e30)
-    g = triangle(L, dt.device) @ log_decay
+    g = triangle(L, dt.device) @ log_decay(a.double(), dt.double())
     # Rounded prefix sums of negative numbers need not decrease. Detached, so that a tie keeps its gradient.
     g = g + (g.detach().cummin(dim=2).values - g.detach())
     return Segment(x, b, c, dt, g)
+
+
+def log_decay(a: torch.Tensor, dt: torch.Tensor) -> torch.Tensor:
+    """a·dt, a (H,), dt (..., H); -1e30, past any other decay, where a is -inf and dt > 0, and 0 where dt is.
+
+    -inf itself would make NaN of differences, and of dt = 0.
+    """
+    return (finite(a) * dt).masked_fill((a == -torch.inf) & (dt > 0), -1e30)
 
 
 def finite(a: torch.Tensor) -> torch.Tensor:

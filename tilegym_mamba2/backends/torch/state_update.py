@@ -3,6 +3,7 @@
 import torch
 
 from tilegym_mamba2.backends.torch import full_precision, working_dtype
+from tilegym_mamba2.backends.torch.segments import log_decay
 from tilegym_mamba2.backends.torch.step_size import step_size
 
 Optional = torch.Tensor | None
@@ -37,7 +38,7 @@ def mamba2_state_update(
     work = working_dtype(state, x, dt, a, b, c, d, z, dt_bias)
     steps = step_size(dt, dt_bias, dt_softplus, dt_limit, work)
     x_work = x.to(work)
-    decay = torch.exp(a.to(work) * steps)[..., None, None]
+    decay = log_decay(a.to(work), steps).exp()[..., None, None]
     pushed = (steps[..., None] * x_work)[..., None] * _per_head(b.to(work), H)[..., None, :]
     c_heads = _per_head(c.to(work), H)[..., None]
 

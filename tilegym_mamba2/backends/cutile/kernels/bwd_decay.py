@@ -8,6 +8,8 @@ cancels. Where dt goes through a bias, softplus and limits first, ddt is multipl
 ddt_bias = Σ ddt.
 """
 
+import math
+
 import cuda.tile as ct
 
 from .bwd_tiles import tokens_of_tile
@@ -106,7 +108,8 @@ def finish_dt(
     moved = ct.cumsum(later + earlier, axis=1, reverse=True) + ct.cumsum(before, axis=1) + across
     forgets = rate * dt_used < _LEAST_FELT
     moved = ct.where(forgets, 0.0, moved)
-    ddt_tile = direct + ct.where(forgets, 0.0, rate * moved)
+    # Of a = −inf exp(a·dt) does not depend on dt.
+    ddt_tile = direct + ct.where(forgets | (rate == -math.inf), 0.0, rate * moved)
     if STEPS:
         bias = 0.0
         if HAS_BIAS:

@@ -12,7 +12,7 @@ block.
 
 import cuda.tile as ct
 
-from .decay import LOG2E, at_most_forgotten, cumulative_decay, exp2
+from .decay import LOG2E, at_most_forgotten, cumulative_decay, exp2, finite
 from .tiles import ROW_DT, ROW_EXP_G, ROW_G, ROW_STATE_WEIGHT, ConstBool, ConstInt, segment_window
 
 _ZERO = ct.PaddingMode.ZERO
@@ -35,7 +35,8 @@ def load_heads_first(dt, index, shape, allow_tma=None):
 
 def load_rate(a, head_tile, heads):
     """(TILE_H, 1) decay rates in log2."""
-    return ct.load(a, (head_tile,), (heads,), padding_mode=_ZERO).astype(ct.float32)[:, None] * LOG2E
+    rate = ct.load(a, (head_tile,), (heads,), padding_mode=_ZERO).astype(ct.float32)
+    return finite(rate[:, None] * LOG2E)
 
 
 def hold_after(g, count):
@@ -46,7 +47,8 @@ def hold_after(g, count):
     """
     tokens = ct.arange(g.shape[1], dtype=ct.int32)[None, :]
     # g never rises: the smallest one up to `count` is the last.
-    return ct.maximum(g, ct.min(ct.where(tokens < count, g, 0.0), axis=1, keepdims=True))
+    last = ct.min(ct.where(tokens < count, g, 0.0), axis=1, keepdims=True)
+    return ct.maximum(g, last, propagate_nan=True)
 
 
 def store_rows(rows, index, g, dt, allow_tma):

@@ -14,8 +14,17 @@ _FORGOTTEN = -150.0
 _MASKED = -1.0e30
 
 
+# The lowest rate that times a dt of 0 is 0.
+_LOWEST = -3.0e38
+
+
+def finite(rate):
+    """A rate with −inf as the lowest finite one: it forgets everything at any dt > 0, and nothing at 0."""
+    return ct.maximum(rate, _LOWEST, propagate_nan=True)
+
+
 def _smaller(x, y):
-    return ct.minimum(x, y)
+    return ct.minimum(x, y, propagate_nan=True)
 
 
 def cumulative_decay(rate_log2, axis):
@@ -29,7 +38,7 @@ def at_most_forgotten(rate_log2):
     It changes no factor, and keeps the running sum of 64 tokens below 2**14, where neighbours are 2**-10
     apart: otherwise tokens that forget far more than everything would cost later factors their last digits.
     """
-    return ct.maximum(rate_log2, _FORGOTTEN)
+    return ct.maximum(rate_log2, _FORGOTTEN, propagate_nan=True)
 
 
 def exp2(x):

@@ -15,7 +15,7 @@ and 255 registers a thread leave one block to a multiprocessor.
 
 import cuda.tile as ct
 
-from .decay import LOG2E, exp2
+from .decay import LOG2E, exp2, finite
 from .gate import silu
 from .steps import clamp, softplus
 from .tiles import ConstInt, ConstTuple
@@ -163,7 +163,7 @@ def state_update(
     if slot >= 0:
         # First, so that its bytes are under way while the rest is read.
         h = load_slot(state, (slot, head, first), PARTS, (TILE_P, TILE_N), FITS)
-        rate = number(a, (head,)) * LOG2E
+        rate = finite(number(a, (head,)) * LOG2E)
         bias = 0.0
         if HAS_BIAS:
             bias = number(dt_bias, (head,))
