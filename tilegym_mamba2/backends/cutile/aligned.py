@@ -15,6 +15,7 @@ Optional = torch.Tensor | None
 _BYTES = 16
 # Which axes of an input are P and N.
 _HEAD_AXIS = {"x": 3, "z": 3, "dout": 3, "init_state": 2, "dfinal_state": 2}
+_TOKENS = ("x", "b", "c", "z", "dout")
 _STATE_AXIS = {"b": 3, "c": 3, "init_state": 3, "dfinal_state": 3}
 
 
@@ -65,7 +66,7 @@ def _grown(name: str, tensor: Optional, sizes: tuple[int, int]) -> Optional:
         shape[axis] = sizes[0]
     if name in _STATE_AXIS:
         shape[_STATE_AXIS[name]] = sizes[1]
-    if tensor.ndim < 4 and shape == list(tensor.shape):
+    if shape == list(tensor.shape) and name not in _TOKENS:
         return tensor
     grown = torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
     grown[tuple(slice(size) for size in tensor.shape)] = tensor

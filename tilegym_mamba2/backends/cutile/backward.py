@@ -84,7 +84,7 @@ def gradients(
     needed = tuple(n and t is not None for n, t in zip(needed, (x, a, b, c, d, dt, init_state), strict=True))
     if not any(needed):
         return (None,) * len(_INPUTS)
-    dout = torch.zeros_like(x) if dout is None else readable(dout)
+    dout = readable(torch.zeros_like(x, memory_format=torch.contiguous_format) if dout is None else dout)
     x, b, c = last_contiguous(x), last_contiguous(b), last_contiguous(c)
     plan = _plan_of(x, a, b, c, d, dt, init_state, dout, dfinal_state, needed)
     inputs = dict(zip(_INPUTS, (x, a, b, c, d, dt, init_state), strict=True))

@@ -196,7 +196,11 @@ def _run_lanes(work: Lanes, device: torch.device) -> None:
 
 
 class _SideStreams(threading.local):
-    """Each thread has its own: another's CUDA graph capture must not take up what this one enqueues."""
+    """Each thread has its own, as another's CUDA graph capture would take up what this one enqueues.
+
+    As far as torch can tell: its streams are 32 a device, handed out in turn, so that a program that makes
+    more of them may get one of these again. That is harmless but for such a capture.
+    """
 
     def __init__(self) -> None:
         self.of_device: dict[int, list[torch.cuda.Stream]] = {}
