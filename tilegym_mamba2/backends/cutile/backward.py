@@ -16,9 +16,9 @@ States are computed again, not saved, and C Bᵀ never reaches memory. Every sum
 gradients are the same bits in every run. Copies that are made: x, b, c or dout whose last dimension is not
 contiguous, a dout that repeats elements, and all token arrays where the rows of one are no multiple of 16
 bytes, see `aligned`. Scratch: two states (P, N) for every tile and head of the segments at hand, in bfloat16
-for bfloat16 inputs, else float32 (at most 537 MB at P 64, N 128, however long the sequence); 36 bytes a token
-and head; two float32 states a segment and head; and where a group of many heads is cut in parts, db and dc in
-float32 for each part.
+for bfloat16 inputs, else float32 (at P 64, N 128 at most 537 MB, or 805 where that is enough for all segments
+at once, however long the sequence); 36 bytes a token and head; two float32 states a segment and head; and
+where a group of many heads is cut in parts, db and dc in float32 for each part.
 """
 
 from collections.abc import Sequence

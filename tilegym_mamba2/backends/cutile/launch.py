@@ -45,10 +45,10 @@ class Lanes(NamedTuple):
 
     lanes: tuple[list[Launch], ...]
 
-    def in_turn(self) -> Iterator[Launch]:
-        """All launches in an order in which they may run one after the other."""
+    def in_turn(self) -> Iterator[tuple[int, Launch]]:
+        """All launches, each with its lane, in an order in which they may run one after the other."""
         for launches in itertools.zip_longest(*self.lanes):
-            yield from (item for item in launches if item is not None)
+            yield from ((lane, item) for lane, item in enumerate(launches) if item is not None)
 
 
 _NO_OUTPUTS: Mapping[str, torch.Tensor] = types.MappingProxyType({})
@@ -171,7 +171,7 @@ def in_turn(launches: Sequence[Launch | Lanes]) -> Iterator[Launch]:
     """The launches, those in lanes one after the other."""
     for item in launches:
         if isinstance(item, Lanes):
-            yield from item.in_turn()
+            yield from (launch for _, launch in item.in_turn())
         else:
             yield item
 
@@ -185,10 +185,8 @@ def _run_lanes(work: Lanes, device: torch.device) -> None:
         stream.wait_stream(current)
     handles = [stream.cuda_stream for stream in (current, *others)]
     try:
-        for items in itertools.zip_longest(*work.lanes):
-            for handle, item in zip(handles, items, strict=True):
-                if item is not None:
-                    _enqueue(item, handle)
+        for lane, item in work.in_turn():
+            _enqueue(item, handles[lane])
     finally:
         # Also when a launch fails: the memory of those before it goes back to the current stream.
         for stream in others:
