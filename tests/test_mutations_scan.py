@@ -94,6 +94,11 @@ MUTATIONS = {
         "group = head % (x.shape[2] // heads_per_group)",
     ),
     "state of the wrong border": ("scan_out", "border = slot - sequence - 1", "border = slot - sequence"),
+    "gate of another head": (
+        "scan_out",
+        "z_t = load_transposed(z, (batch, tile, head,",
+        "z_t = load_transposed(z, (batch, tile, 0,",
+    ),
     "skip past the gate": (
         "scan_out",
         "y = y * silu(gate)",

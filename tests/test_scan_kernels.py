@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import scan_oracle
-from tests.scanning import Shape, call, error, shapes
+from tests.scanning import Shape, call, cotangents, error, shapes, with_gradients
 from tilegym_mamba2 import interpreter
 from tilegym_mamba2.backends.cutile import ragged, scan, scan_config, tuning
 from tilegym_mamba2.backends.cutile.kernels import scan_out
@@ -80,6 +80,25 @@ def test_any_segment(shape: Shape, segment_tiles: int, chained: int) -> None:
 def test_more_borders_than_are_passed_at_once() -> None:
     shape = replace(PACKED, tokens=700, lengths=(3, 64 * 9 + 5, 70), heads=1)
     assert_like_the_token_loop(shape.values(FP32))
+
+
+@pytest.mark.parametrize("layout", ["plain", "packed"])
+@pytest.mark.parametrize("head_size", [8, 16, 20, 24, 64, 72, 100, 144])
+def test_the_gate_reads_any_width(layout: str, head_size: int) -> None:
+    # z and its gradient are read in strips of 16 or 8 channels, or whole, and in tiles of 64 channels.
+    shape = replace(PLAIN, tokens=70, heads=1, head_size=head_size, batch=1)
+    if layout == "packed":
+        shape = replace(shape, lengths=(3, 0, 65))
+    values = shape.values(BF16)
+    assert scan.strip_of(values["x"]) == {8: 8, 20: 0, 24: 8, 72: 8, 100: 0}.get(head_size, 16)
+    dout, _ = cotangents(values)
+    with interpreter.interpret():
+        (out, _), gradients = with_gradients(values, dout, None, backend="cutile")
+    assert error(out, scan_oracle.scan(**values)[0]) <= 4e-3
+    expected = scan_oracle.gradients(values, dout, None)
+    assert error(gradients["z"], expected["z"]) <= 4e-3
+    # Through the gate, too.
+    assert error(gradients["x"], expected["x"]) <= 6e-3
 
 
 @pytest.mark.usefixtures("short")
@@ -191,7 +210,8 @@ def test_gradients_through_the_gate(lengths: tuple[int, ...] | None, d: str | No
     count = sizes.slots if lengths else 1
     states = torch.empty(1, 2, 4, 3, 5)
     d_skip = values["a"] if d is None else values["d"]
-    arrays = (x, values["b"], values["c"], z, dout, rows, d_skip, final, states, tables[0], dy, dz, final)
+    gates = [scan.in_strips(tensor, scan.strip_of(x)) for tensor in (z, dout)]
+    arrays = (x, values["b"], values["c"], *gates, rows, d_skip, final, states, tables[0], dy, dz, final)
     launches = [
         sizes.launch(values.get("cu_seqlens"), tables),
         steps.rows_step(count, 3, lengths is not None).launch(
@@ -249,7 +269,7 @@ def test_all_options_on_a_gpu(shape: Shape, dtype: torch.dtype, tolerance: float
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("sizes", [(80, 96), (64, 256), (16, 16)], ids=str)
+@pytest.mark.parametrize("sizes", [(80, 96), (64, 256), (16, 16), (72, 16), (20, 16)], ids=str)
 @pytest.mark.parametrize("d", ["H", "HP"])
 def test_other_sizes_on_a_gpu(sizes: tuple[int, int], d: str) -> None:
     shape = replace(PACKED, head_size=sizes[0], state_size=sizes[1], d=d, init_state=False)

@@ -50,6 +50,8 @@ from .scan_config import ScanConfig
 __all__ = ["ScanSteps", "mamba2_chunk_scan", "supports"]
 
 OP = "mamba2_chunk_scan"
+# Channels of a strip, the best first; see `load_transposed`. 16 bytes where P is no multiple of 16.
+_STRIPS = (16, 8)
 
 _X_DTYPES = frozenset((torch.bfloat16, torch.float16, torch.float32))
 _OK = (True, "")
@@ -105,7 +107,8 @@ def mamba2_chunk_scan(
     bias = a if dt_bias is None else dt_bias
     init = final if init_state is None else init_state
     skip = a if d is None else d
-    gate = x if z is None else z
+    # Not read where there is none.
+    gate = x if z is None else in_strips(z, plan.strip)
 
     rows = torch.empty_like(plan.rows_array)
     states, decay = torch.empty_like(plan.states), torch.empty_like(plan.decay)
@@ -124,7 +127,7 @@ def mamba2_chunk_scan(
         if plan.local is not None:
             launches.append(plan.local.launch((x, b, rows, table, carried, states, decay)))
             launches.append(plan.passing.launch((states, decay, table, carried, init)))
-    arrays = (x, b, c, gate, x, rows, skip, init, states, table, out, out, final)
+    arrays = (x, b, c, gate, gate, rows, skip, init, states, table, out, out, final)
     launches.append(plan.scan_out.launch(arrays, {"out": out, "final_state": final}))
     chunk_states = chunk_offsets = None
     if plan.chunk_states is not None and plan.chunks is None:
@@ -187,6 +190,8 @@ class _Plan:
     # Stands in for the table where there is none; nobody reads it.
     no_table: torch.Tensor | None = None
     packed: bool = False
+    # Of z, see `in_strips`.
+    strip: int = 0
     # x, b, c or z must be copied first; nothing else is set then.
     copies: bool = False
     empty: bool = False
@@ -253,6 +258,7 @@ def _make_plan(tensors: tuple[torch.Tensor | None, ...], options: ScanOptions) -
         plan.chunk_states = memory_form(shape, options.state_dtype, device)
     if plan.empty:
         return plan
+    plan.strip = strip_of(x)
 
     tile, p_tiles = config.tile_tokens, math.ceil(head_size / TILE_P)
     tiles = math.ceil(tokens / tile)
@@ -414,7 +420,7 @@ class ScanSteps:
                 tile_n,
                 math.ceil(state_size / tile_n),
                 precision_of(self.tensors[0].dtype),
-                (ragged, skip, gate, self.has_init, self.chained),
+                (ragged, skip, gate, self.has_init, self.chained, strip_of(self.tensors[0])),
                 (config.out_latency, self.scan.gate_latency, config.out_store_latency),
             ),
             self.chained,
@@ -444,6 +450,20 @@ class ScanSteps:
             problem.carried_step(ragged.slots, True),
             passing,
         )
+
+
+def strip_of(x: torch.Tensor) -> int:
+    """Into strips of how many channels z and dout are cut for `scan_out`; 0: not cut."""
+    if x.element_size() == 2:
+        for strip in _STRIPS:
+            if x.shape[3] % strip == 0:
+                return strip
+    return 0
+
+
+def in_strips(tensor: torch.Tensor, strip: int) -> torch.Tensor:
+    """(B, T, H, P) as (B, T, H, P / strip, strip), or (B, T, H, 1, P) for strip 0; see `load_transposed`."""
+    return tensor.view(*tensor.shape[:3], -1, strip) if strip else tensor.unsqueeze(3)
 
 
 def _without_tokens(

@@ -34,7 +34,7 @@ from .kernels import bwd_skip as _skip
 from .kernels.scan_out import GATE_GRADIENTS
 from .launch import Launch, Step, hinted
 from .ragged import table_arrays
-from .scan import ScanSteps, supports
+from .scan import ScanSteps, in_strips, strip_of, supports
 from .scan_config import ScanConfig
 
 __all__ = ["DIFFERENTIABLE", "mamba2_chunk_scan_backward", "supports"]
@@ -170,7 +170,9 @@ class _Run(Run):
         """From the gradient of what it gave to that of what it got."""
         dy, dz = torch.empty(self.x.shape, dtype=self.x.dtype, device=self.x.device), self.results["z"]
         skip = self.a if self.d is None else self.d
-        tokens = (self.x, self.b, self.c, self.inputs["z"], self.dout, self.scratch.rows)
+        strip = strip_of(self.x)
+        z, dout = in_strips(self.inputs["z"], strip), in_strips(self.dout, strip)
+        tokens = (self.x, self.b, self.c, z, dout, self.scratch.rows)
         states = (self.ends[0], self.scratch.entries, self.table)
         launch = self.plan.gate.launch((*tokens, skip, *states, dy, dz, self.a), {"dy": dy, "dz": dz})
         self.dout = dy

@@ -23,6 +23,7 @@ from .tiles import (
     load_single_state,
     load_state,
     load_tokens,
+    load_transposed,
     store_single_state,
     store_tokens,
     wait_for_previous_kernel,
@@ -84,13 +85,14 @@ def scan_out(
 
     Grid: (B · segments · ceil(P / TILE_P) · H,); ragged (slots · ceil(P / TILE_P) · H,).
     sizes: (tokens a segment, segments, heads a group), segments is 1 if ragged. FLAGS: (RAGGED, what d_skip
-    is, what the gate makes, HAS_INIT, CHAINED). LATENCIES: of loads, of the gate's loads, of stores.
-    x, z, dout (B, T, H, P), b, c (B, T, G, N), d_skip (H,) or (H, P), init_state (B or S, H, P, N), table
-    (slots, 8); rows (4, B, H, tiles, L) and border_states (B, H, ≥ segments, P, N), the entry states; ragged
-    rows (4, 1, H, tiles, L) and border_states (1, H, ·, P, N). Writes out (B, T, H, P) and final_state like
-    init_state; GATE_GRADIENTS writes dy to out, and dz, and no final_state.
+    is, what the gate makes, HAS_INIT, CHAINED, STRIP). LATENCIES: of loads, of the gate's loads, of stores.
+    x (B, T, H, P), z, dout (B, T, H, P / STRIP, STRIP), see `load_transposed`, b, c (B, T, G, N), d_skip
+    (H,) or (H, P), init_state (B or S, H, P, N), table (slots, 8); rows (4, B, H, tiles, L) and border_states
+    (B, H, ≥ segments, P, N), the entry states; ragged rows (4, 1, H, tiles, L) and border_states
+    (1, H, ·, P, N). Writes out (B, T, H, P) and final_state like init_state; GATE_GRADIENTS writes dy to out,
+    and dz, and no final_state.
     """
-    RAGGED, SKIP, GATING, HAS_INIT, CHAINED = FLAGS
+    RAGGED, SKIP, GATING, HAS_INIT, CHAINED, STRIP = FLAGS
     LATENCY, Z_LATENCY, STORE_LATENCY = LATENCIES
     if CHAINED:
         wait_for_previous_kernel()
@@ -143,16 +145,16 @@ def scan_out(
             c_parts = c_parts + (load_tokens(c, (batch, tile, group, n), (L, TILE_N), LATENCY),)
             b_parts = b_parts + (load_tokens(b, (batch, tile, group, n), (L, TILE_N), LATENCY),)
         if GATING != NO_GATE:
-            z_tile = load_tokens(z, (batch, tile, head, p_tile), (L, TILE_P), Z_LATENCY)
+            z_t = load_transposed(z, (batch, tile, head, p_tile), (L, TILE_P), STRIP, Z_LATENCY)
         if GATING == GATE_GRADIENTS:
-            dout_tile = load_tokens(dout, (batch, tile, head, p_tile), (L, TILE_P), Z_LATENCY)
+            dout_t = load_transposed(dout, (batch, tile, head, p_tile), (L, TILE_P), STRIP, Z_LATENCY)
         states, y = advance(states, (x_tile, b_parts, c_parts, rows_tile), skip, tokens, PRECISION)
         if GATING != NO_GATE:
-            gate = z_tile.transpose().astype(ct.float32)
+            gate = z_t.astype(ct.float32)
         if GATING == GATE:
             y = y * silu(gate)
         if GATING == GATE_GRADIENTS:
-            dout_t = dout_tile.transpose().astype(ct.float32)
+            dout_t = dout_t.astype(ct.float32)
             dgate = dout_t * y * silu_slope(gate)
             store_tokens(dz, (batch, tile, head, p_tile), dgate.transpose(), STORE_LATENCY)
             y = dout_t * silu(gate)
