@@ -63,6 +63,8 @@ class BackwardConfig:
     # Up to this N, and P 64, one kernel computes all gradients in bfloat16. 0: never.
     fused_tile_n_max: int = 128
     fused_latency: int = 3
+    # States of every second tile are saved; see `compute_gradients`.
+    paired: bool = True
     sum_tile: int = 256
     # dd (H, P): tiles of tokens that a block sums up, and how many of those sums at a time.
     skip_tiles: int = 16
@@ -116,6 +118,11 @@ class BackwardConfig:
         """Whether `compute_gradients` serves these sizes."""
         one_tile = head_size <= TILE_P and tile_of(state_size) <= self.fused_tile_n_max
         return precision == BF16 and one_tile
+
+    def in_pairs(self, state_size: int) -> bool:
+        """Whether `compute_gradients`, where it serves, is given one state for two tiles."""
+        # Beyond 128 columns there are no registers for it.
+        return self.paired and self.tile_tokens == TILE_P and tile_of(state_size) <= 128
 
     def parts(self, blocks: int, heads_per_group: int) -> int:
         """In how many parts a group's heads are cut, when a part each would make `blocks` blocks."""

@@ -63,14 +63,14 @@ def finish_dt(
     dt_min: float,
     dt_max: float,
     L: ConstInt,
-    TILE_P: ConstInt,
+    TILE_OVERLAP: ConstInt,
     TILE_H: ConstInt,
     FLAGS: ConstTuple,
 ):
     """Grid: (B · tiles · ceil(H / TILE_H),).
 
     FLAGS: (HAS_D, RAGGED, STEPS, HAS_BIAS, SOFTPLUS). a (H,), rows (4, B, H, ≥ tiles, L), drows
-    (5, B, H, ≥ tiles, L), overlap (B, H, ≥ tiles, TILE_P); writes ddt (B, T, H) and partial
+    (5, B, H, ≥ tiles, L), overlap (B, H, ≥ tiles, TILE_OVERLAP); writes ddt (B, T, H) and partial
     (2 or 3, H, ≥ B · tiles), a tile's share of da, if HAS_D of dd, and if HAS_BIAS of ddt_bias.
 
     STEPS: rows have dt as used, made of dt (B, T, H) by dt_bias (H,), if HAS_BIAS, softplus, if SOFTPLUS, and
@@ -103,8 +103,8 @@ def finish_dt(
     # Read one token late, so that nothing has to be taken off the sum again.
     before = ct.gather(drows, (DROW_CARRIED, batch, heads, tile, ct.maximum(tokens - 1, 0)), padding_value=0)
     before = ct.where(tokens > 0, before, 0.0)
-    states = ct.load(overlap, (batch, head_tile, tile, 0), (1, TILE_H, 1, TILE_P), padding_mode=_ZERO)
-    across = ct.sum(states.reshape((TILE_H, TILE_P)), axis=1, keepdims=True)
+    states = ct.load(overlap, (batch, head_tile, tile, 0), (1, TILE_H, 1, TILE_OVERLAP), padding_mode=_ZERO)
+    across = ct.sum(states.reshape((TILE_H, TILE_OVERLAP)), axis=1, keepdims=True)
     moved = ct.cumsum(later + earlier, axis=1, reverse=True) + ct.cumsum(before, axis=1) + across
     forgets = rate * dt_used < _LEAST_FELT
     moved = ct.where(forgets, 0.0, moved)

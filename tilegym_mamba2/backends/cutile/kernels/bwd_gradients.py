@@ -8,6 +8,7 @@ with each where its result is used.
 
 import cuda.tile as ct
 
+from .bwd_pairs import paired_gradients, partner_of
 from .bwd_tiles import (
     decay_t,
     decode_heads,
@@ -69,9 +70,20 @@ def compute_gradients(
     (5, B, H, ≥ tiles, L) and overlap (B, H, ≥ tiles, TILE_P) as `compute_dx` does, and db, dc
     (B, T, G · parts, N).
     """
-    SKIP, RAGGED = FLAGS
+    SKIP, RAGGED, PAIRED = FLAGS
     heads_per_group, heads_per_block = sizes[1], sizes[2]
     batch, group, part, tile, saved, first, count = decode_heads(b.shape[2], sizes)
+    column = group * ct.cdiv(heads_per_group, heads_per_block) + part
+    if PAIRED:
+        arrays = (x, b, c, rows, d_skip, dout, entry_states, dexit_states, dx, drows, overlap, db, dc)
+        place = (batch, tile, saved // 2, *partner_of(tile, saved, sizes[0]))
+        heads = (group, column, first, count)
+        options = (L, TILE_P, TILE_N, PRECISION, SKIP, LATENCY)
+        if saved % 2 == 0:
+            paired_gradients(arrays, place, heads, options, True)
+        else:
+            paired_gradients(arrays, place, heads, options, False)
+        return
     at = tile
     if RAGGED:
         tile, span = ragged_tile(tiles, table, saved, sizes)
@@ -131,7 +143,6 @@ def compute_gradients(
         ct.store(overlap, (batch, head, tile, 0), both.reshape((1, 1, 1, TILE_P)))
         store_tokens(dx, (batch, at, head, 0), du * dt + dy_wide * skip, LATENCY)
 
-    column = group * ct.cdiv(heads_per_group, heads_per_block) + part
     db_tile = product(dscores_t, c_tile, db_tile, PRECISION)
     dc_tile = product(dscores_t.transpose(), b_tile, dc_tile, PRECISION)
     store_tokens(db, (batch, at, column, 0), db_tile, LATENCY)

@@ -241,34 +241,38 @@ def pass_borders(
 
 
 def walk_forwards(per_head, per_group, rows, state, entry_states, place, options):
-    """Stores the state at the entry of every tile of a segment, first tile first, from that of the segment.
+    """Stores the state at the entry of every EVERY-th tile of a segment, first tile first, from that of the
+    segment.
 
     per_head x, per_group b; place: (batch, head, p_tile, n_tile, group, first tile, first tile in per_head
-    and per_group, first saved tile, tiles); options: (L, TILE_P, TILE_N, precision, latency).
+    and per_group, first saved state, tiles); options: (L, TILE_P, TILE_N, precision, latency, EVERY).
     """
     batch, head, p_tile, n_tile, group, first, at, saved, count = place
-    L, TILE_P, TILE_N, PRECISION, LATENCY = options
+    L, TILE_P, TILE_N, PRECISION, LATENCY, EVERY = options
     store_state(entry_states, (batch, head, saved, p_tile, n_tile), state)
-    for k in range(count - 1):
+    # Past the last that is stored, none is asked for.
+    for k in range((count - 1) // EVERY * EVERY):
         b_tile = load_tokens(per_group, (batch, at + k, group, n_tile), (L, TILE_N), LATENCY)
         x_tile = load_tokens(per_head, (batch, at + k, head, p_tile), (L, TILE_P), LATENCY)
         rows_tile = load_rows(rows, (batch, head, first + k), L, LATENCY)
         weighted = taken_up(x_tile, row(rows_tile, ROW_STATE_WEIGHT))
         state = product(weighted, b_tile, state * last_of_row(rows_tile, ROW_EXP_G), PRECISION)
-        store_state(entry_states, (batch, head, saved + k + 1, p_tile, n_tile), state)
+        if (k + 1) % EVERY == 0:
+            store_state(entry_states, (batch, head, saved + (k + 1) // EVERY, p_tile, n_tile), state)
 
 
 def walk_backwards(per_head, per_group, rows, dstate, dexit_states, place, options):
-    """Stores the gradient of the state at the exit of every tile, last tile first, from that of the segment;
-    returns that of the entry.
+    """Stores the gradient of the state at the exit of every EVERY-th tile and of the last, last tile first,
+    from that of the segment; returns that of the entry.
 
     per_head dout, per_group c; place and options as in `walk_forwards`.
     """
     batch, head, p_tile, n_tile, group, first, at, saved, count = place
-    L, TILE_P, TILE_N, PRECISION, LATENCY = options
+    L, TILE_P, TILE_N, PRECISION, LATENCY, EVERY = options
     for k in range(count):
         tile = count - 1 - k
-        store_state(dexit_states, (batch, head, saved + tile, p_tile, n_tile), dstate)
+        if (k == 0) | ((tile + 1) % EVERY == 0):
+            store_state(dexit_states, (batch, head, saved + tile // EVERY, p_tile, n_tile), dstate)
         c_tile = load_tokens(per_group, (batch, at + tile, group, n_tile), (L, TILE_N), LATENCY)
         dy_tile = load_tokens(per_head, (batch, at + tile, head, p_tile), (L, TILE_P), LATENCY)
         rows_tile = load_rows(rows, (batch, head, first + tile), L, LATENCY)
@@ -312,12 +316,12 @@ def tile_states(
     RAGGED: reads init_state and dfinal_state (S, H, P, N), if HAS_INIT and HAS_DFINAL, where a sequence
     begins and ends, and the borders only between.
     """
-    ENTRIES, WRITE_DINIT, RAGGED, HAS_INIT, HAS_DFINAL = FLAGS
+    ENTRIES, WRITE_DINIT, RAGGED, HAS_INIT, HAS_DFINAL, EVERY = FLAGS
     batch, head, p_tile, segment, group, first, count = decode_segment(dout, TILE_P, sizes)
     n_tile = ct.bid(1)
     shape = (TILE_P, TILE_N)
-    options = (L, TILE_P, TILE_N, PRECISION, LATENCY)
-    at, saved = first, first - sizes[3] * sizes[0]
+    options = (L, TILE_P, TILE_N, PRECISION, LATENCY, EVERY)
+    at, saved = first, (first - sizes[3] * sizes[0]) // EVERY
     sequence, position, left = batch, segment, 0
     if RAGGED:
         sequence, position = entry(table, segment, SEQUENCE), entry(table, segment, POSITION)

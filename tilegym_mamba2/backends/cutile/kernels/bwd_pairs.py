@@ -1,0 +1,165 @@
+"""All gradients at one tile of tokens, where the states are saved for pairs of tiles: H at a pair's entry, dH'
+at its exit.
+
+What a tile lacks is what its partner takes up, and that is made from the partner's tokens, not from a state:
+of i in the second tile and j in the first, with their own decay and w = exp2(g_last − g)·dt,
+
+    pairs[j, i]  = w_j exp2(g_i) (x_j · dY_i)            how the two tiles' tokens feel each other
+    second tile: H  = exp2(g_last of the first) H_pair + …      inter_i   += Σ_j pairs (C_i · B_j)   dC_i += Σ_j pairs B_j
+    first tile:  dH' = exp2(g_last of the second) dH'_pair + …  carried_j += Σ_i pairs (C_i · B_j)   dB_j += Σ_i pairs C_i
+                 v_j += exp2(g_last − g_j) Σ_i exp2(g_i) (C_i · B_j) dY_i
+
+The rest is as in `bwd_tokens` and `bwd_groups`. ⟨H, dH'⟩ of either tile is that of the pair's states plus what
+the partner's tokens feel of those, inter or carried before the additions above, which therefore go to the
+partner's row of `overlap`.
+"""
+
+import cuda.tile as ct
+
+from .bwd_tiles import decay_t, load_saved_state, load_skip_row, store_row
+from .bwd_tokens import DROW_CARRIED, DROW_DIRECT, DROW_EARLIER, DROW_LATER, DROW_SKIP
+from .decay import exp2
+from .products import product, product_of_loaded
+from .scan_out import SKIP_PER_HEAD
+from .tiles import (
+    ROW_DT,
+    ROW_EXP_G,
+    ROW_G,
+    ROW_STATE_WEIGHT,
+    last_of_row,
+    load_rows,
+    load_tokens,
+    row,
+    store_tokens,
+)
+
+# Parts of a row of `overlap`, TILE_P numbers each.
+OVERLAP_PARTS = 2
+OVERLAP_OF_PAIR, OVERLAP_OF_PARTNER = 0, 1
+
+
+def store_overlap(overlap, index, part, values):
+    """`index`: (batch, head, tile)."""
+    ct.store(overlap, (*index, part), values.reshape((1, 1, 1, values.shape[0])))
+
+
+def partner_of(tile, saved, num_tiles):
+    """(the other tile of a pair, 1.0), or (the tile itself, 0.0) where there is none.
+
+    saved, num_tiles: the tile's number among those asked for, and how many those are.
+    """
+    exists = (saved ^ 1) < num_tiles
+    return ct.where(exists, tile - saved + (saved ^ 1), tile), ct.where(exists, 1.0, 0.0)
+
+
+def paired_gradients(arrays, place, heads, options, FIRST):
+    """What a block of `compute_gradients` does for a tile, the FIRST or the second of its pair.
+
+    place: (batch, tile, saved state, partner, whether it exists: 1.0 or 0.0); heads: (group, column of db and
+    dc, first head, heads). L = TILE_P.
+
+    In this order nothing spills, and 1630 and 1373 instructions a head remain; with the products first, as for
+    single tiles, 160 bytes spill.
+    """
+    x, b, c, rows, d_skip, dout, entry_states, dexit_states, dx, drows, overlap, db, dc = arrays
+    batch, tile, saved, partner, exists = place
+    group, column, first, count = heads
+    L, TILE_P, TILE_N, PRECISION, SKIP, LATENCY = options
+    tokens = ct.arange(L, dtype=ct.int32)
+    zeros = ct.zeros((L, L), ct.float32)
+    diagonal = tokens[None, :] == tokens[:, None]
+
+    b_tile = load_tokens(b, (batch, tile, group, 0), (L, TILE_N), LATENCY)
+    c_tile = load_tokens(c, (batch, tile, group, 0), (L, TILE_N), LATENCY)
+    scores_t = product_of_loaded(b_tile, c_tile.transpose(), zeros, PRECISION)
+    # Of this tile's tokens (rows) and the partner's.
+    if FIRST:
+        far_tile = load_tokens(c, (batch, partner, group, 0), (L, TILE_N), LATENCY)
+        far_scores = product_of_loaded(b_tile, far_tile.transpose(), zeros, PRECISION)
+    else:
+        far_tile = load_tokens(b, (batch, partner, group, 0), (L, TILE_N), LATENCY)
+        far_scores = product_of_loaded(c_tile, far_tile.transpose(), zeros, PRECISION)
+    db_tile = ct.zeros((L, TILE_N), ct.float32)
+    dc_tile = ct.zeros((L, TILE_N), ct.float32)
+    dscores_t = ct.zeros((L, L), ct.float32)
+    dfar_scores = ct.zeros((L, L), ct.float32)
+    for k in range(count):
+        head = first + k
+        index, far_index = (batch, head, tile), (batch, head, partner)
+        rows_tile = load_rows(rows, index, L, LATENCY)
+        far_rows = load_rows(rows, far_index, L, LATENCY)
+        g, dt = row(rows_tile, ROW_G), row(rows_tile, ROW_DT)[:, None]
+        since_entry = row(rows_tile, ROW_EXP_G)[:, None]
+        until_exit = exp2(last_of_row(rows_tile, ROW_G) - g)[:, None]
+        weight = row(rows_tile, ROW_STATE_WEIGHT)[:, None]
+        far_decay = last_of_row(far_rows, ROW_EXP_G)
+        skip = load_skip_row(d_skip, head, 0, SKIP, TILE_P)
+        x_tile = load_tokens(x, (batch, tile, head, 0), (L, TILE_P), LATENCY)
+        dy_tile = load_tokens(dout, (batch, tile, head, 0), (L, TILE_P), LATENCY)
+        entry = load_saved_state(entry_states, (batch, head, saved, 0, 0), (TILE_P, TILE_N), LATENCY)
+        dexit = load_saved_state(dexit_states, (batch, head, saved, 0, 0), (TILE_P, TILE_N), LATENCY)
+        none = ct.zeros((L, TILE_P), ct.float32)
+        x_wide, dy_wide = x_tile.astype(ct.float32), dy_tile.astype(ct.float32)
+
+        if FIRST:
+            far_decay = ct.where(exists > 0.0, far_decay, 1.0)
+            far_weight = (row(far_rows, ROW_EXP_G) * exists)[None, :]
+            far_head = load_tokens(dout, (batch, partner, head, 0), (L, TILE_P), LATENCY)
+            felt = product_of_loaded(x_tile, far_head.transpose(), zeros, PRECISION) * weight * far_weight
+            dfar_scores = dfar_scores + felt
+            v = product(b_tile, dexit.transpose(), none, PRECISION) * far_decay
+            db_tile = product(x_wide * (weight * far_decay), dexit, db_tile, PRECISION)
+            across = ct.sum(x_wide * v, axis=1, keepdims=True) * (weight * exists)
+            store_overlap(overlap, far_index, OVERLAP_OF_PARTNER, across)
+            v = product(far_weight * far_scores, far_head, v, PRECISION)
+            carried = ct.sum(x_wide * v, axis=1, keepdims=True) * weight
+            v = v * until_exit
+            both = ct.sum(entry.astype(ct.float32) * dexit.astype(ct.float32), axis=1)
+            both = both * (last_of_row(rows_tile, ROW_EXP_G) * far_decay)
+            store_overlap(overlap, index, OVERLAP_OF_PAIR, both)
+            store_overlap(overlap, far_index, OVERLAP_OF_PAIR, both)
+        else:
+            v = product(b_tile, dexit.transpose(), none, PRECISION) * until_exit
+            db_tile = product(x_wide * weight, dexit, db_tile, PRECISION)
+            carried = ct.sum(x_wide * v, axis=1, keepdims=True) * dt
+        store_row(drows, DROW_CARRIED, index, carried)
+        decay = decay_t(g, tokens)
+        du = product(decay * scores_t, dy_tile, v, PRECISION)
+        store_row(drows, DROW_DIRECT, index, ct.sum(x_wide * du, axis=1, keepdims=True))
+        store_tokens(dx, (batch, tile, head, 0), du * dt + dy_wide * skip, LATENCY)
+
+        dweights_t = product_of_loaded(x_tile, dy_tile.transpose(), zeros, PRECISION)
+        felt_t = dweights_t * decay * dt
+        dscores_t = dscores_t + felt_t
+        moved_t = ct.where(diagonal, 0.0, felt_t * scores_t)
+        store_row(drows, DROW_LATER, index, ct.sum(moved_t, axis=0))
+        if SKIP == SKIP_PER_HEAD:
+            store_row(drows, DROW_SKIP, index, ct.sum(ct.where(diagonal, dweights_t, 0.0), axis=1))
+        from_entry = product(c_tile, entry.transpose(), none, PRECISION)
+        if FIRST:
+            dy_since_pair = dy_wide * since_entry
+        else:
+            dy_since_pair = dy_wide * (since_entry * far_decay)
+        # One sum for both: each takes three barriers.
+        earlier = dy_since_pair * from_entry - moved_t
+        if not FIRST:
+            inter = dy_since_pair * from_entry
+            store_overlap(overlap, far_index, OVERLAP_OF_PARTNER, ct.sum(inter, axis=1))
+        dc_tile = product(dy_since_pair, entry, dc_tile, PRECISION)
+        if not FIRST:
+            far_weight = row(far_rows, ROW_STATE_WEIGHT)[None, :]
+            far_head = load_tokens(x, (batch, partner, head, 0), (L, TILE_P), LATENCY)
+            felt = product_of_loaded(dy_tile, far_head.transpose(), zeros, PRECISION)
+            felt = felt * since_entry * far_weight
+            dfar_scores = dfar_scores + felt
+            earlier = earlier + felt * far_scores
+        store_row(drows, DROW_EARLIER, index, ct.sum(earlier, axis=1))
+
+    db_tile = product(dscores_t, c_tile, db_tile, PRECISION)
+    dc_tile = product(dscores_t.transpose(), b_tile, dc_tile, PRECISION)
+    if FIRST:
+        db_tile = product(dfar_scores, far_tile, db_tile, PRECISION)
+    else:
+        dc_tile = product(dfar_scores, far_tile, dc_tile, PRECISION)
+    store_tokens(db, (batch, tile, column, 0), db_tile, LATENCY)
+    store_tokens(dc, (batch, tile, column, 0), dc_tile, LATENCY)
