@@ -21,8 +21,8 @@ from .tuning import arch_of
 class BackwardConfig:
     """One configuration of the backward's kernels.
 
-    The result depends on `tile_tokens`, the segments, `part_blocks`, `group_tile_n_max` and `weigh_last`; the
-    rest only moves time and memory.
+    The result depends on `tile_tokens`, the segments, `part_blocks`, `group_tile_n_max`, `weigh_last` and
+    `paired`; the rest only moves time and memory.
     """
 
     tile_tokens: int = 64
@@ -63,7 +63,7 @@ class BackwardConfig:
     # Up to this N, and P 64, one kernel computes all gradients in bfloat16. 0: never.
     fused_tile_n_max: int = 128
     fused_latency: int = 3
-    # States of every second tile are saved; see `compute_gradients`.
+    # `compute_gradients` is given the states of pairs of tiles: half the memory. See `bwd_pairs`.
     paired: bool = True
     sum_tile: int = 256
     # dd (H, P): tiles of tokens that a block sums up, and how many of those sums at a time.

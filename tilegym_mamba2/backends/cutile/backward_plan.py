@@ -16,6 +16,7 @@ from .forward import PASS_AT_ONCE, TILE_P, pad_count, precision_of, rows_step, t
 from .kernels import bwd_decay as _decay
 from .kernels import bwd_gradients as _gradients
 from .kernels import bwd_groups as _groups
+from .kernels import bwd_pairs as _pairs
 from .kernels import bwd_states as _states
 from .kernels import bwd_tokens as _tokens
 from .kernels.scan_out import NO_SKIP, SKIP_PER_CHANNEL, SKIP_PER_HEAD
@@ -178,7 +179,7 @@ def make_plan(problem: Problem, tensors: dict[str, torch.Tensor | None], plan: P
     plan.shapes = {
         "rows": (4, rows, heads, pad_count(tiles), tile),
         "drows": (_tokens.NUM_DROWS, rows, heads, pad_count(tiles), tile),
-        "overlap": (rows, heads, pad_count(tiles), 2 * TILE_P if paired else TILE_P),
+        "overlap": (rows, heads, pad_count(tiles), TILE_P * (_pairs.OVERLAP_PARTS if paired else 1)),
         "partial": (3 if has_bias else 2, heads, pad_count(rows * tiles)),
         "tiles": (rows_at_once, heads, pad_count(states_at_once), head_size, state_size),
         "segments": (rows, heads, pad_count(borders), head_size, state_size),
@@ -249,8 +250,8 @@ class Builder:
     dims: (batch of the scratch arrays, H, P, N); sizes: (tiles a segment, heads a group, tiles).
     """
 
-    # The forward's configuration for the same sizes, how many segments there are, and whether states are saved
-    # for pairs of tiles.
+    # The forward's configuration for the same sizes, how many segments there are, and whether states are
+    # saved for pairs of tiles.
     forward: tuning.ForwardConfig
     segments: int
     paired: bool
@@ -395,10 +396,10 @@ class Builder:
     def finish_dt(self) -> Step:
         config, steps = self.config, self.problem.steps
         has_bias, softplus, dt_min, dt_max = steps or (False, False, 0.0, 0.0)
-        flags = (self.has_d, self.ragged, steps is not None, has_bias, softplus)
+        parts = _pairs.OVERLAP_PARTS if self.paired else 1
+        flags = (self.has_d, self.ragged, steps is not None, has_bias, softplus, parts)
         grid = (self.batch * self.tiles * math.ceil(self.heads / config.rows_heads),)
-        overlap = 2 * TILE_P if self.paired else TILE_P
-        constants = (self.tiles, dt_min, dt_max, config.tile_tokens, overlap, config.rows_heads, flags)
+        constants = (self.tiles, dt_min, dt_max, config.tile_tokens, TILE_P, config.rows_heads, flags)
         kernel = hinted(_decay.finish_dt, self.wide, (("occupancy", config.finish_occupancy),))
         return Step(kernel, grid, constants)
 

@@ -63,20 +63,20 @@ def finish_dt(
     dt_min: float,
     dt_max: float,
     L: ConstInt,
-    TILE_OVERLAP: ConstInt,
+    TILE_P: ConstInt,
     TILE_H: ConstInt,
     FLAGS: ConstTuple,
 ):
     """Grid: (B · tiles · ceil(H / TILE_H),).
 
-    FLAGS: (HAS_D, RAGGED, STEPS, HAS_BIAS, SOFTPLUS). a (H,), rows (4, B, H, ≥ tiles, L), drows
-    (5, B, H, ≥ tiles, L), overlap (B, H, ≥ tiles, TILE_OVERLAP); writes ddt (B, T, H) and partial
-    (2 or 3, H, ≥ B · tiles), a tile's share of da, if HAS_D of dd, and if HAS_BIAS of ddt_bias.
+    FLAGS: (HAS_D, RAGGED, STEPS, HAS_BIAS, SOFTPLUS, OVERLAP_PARTS). a (H,), rows (4, B, H, ≥ tiles, L),
+    drows (5, B, H, ≥ tiles, L), overlap (B, H, ≥ tiles, OVERLAP_PARTS · TILE_P); writes ddt (B, T, H) and
+    partial (2 or 3, H, ≥ B · tiles), a tile's share of da, if HAS_D of dd, and if HAS_BIAS of ddt_bias.
 
     STEPS: rows have dt as used, made of dt (B, T, H) by dt_bias (H,), if HAS_BIAS, softplus, if SOFTPLUS, and
     limits. RAGGED: `tiles` (tiles, 4) says which tokens a tile has; scratch arrays have a batch of 1.
     """
-    HAS_D, RAGGED, STEPS, HAS_BIAS, SOFTPLUS = FLAGS
+    HAS_D, RAGGED, STEPS, HAS_BIAS, SOFTPLUS, OVERLAP_PARTS = FLAGS
     batch, head_tile, tile = decode(num_tiles, ct.num_tiles(a, axis=0, shape=(TILE_H,)))
     index, shape = (batch, head_tile, tile), (TILE_H, L)
     at, count = tile, ddt.shape[1] - tile * L
@@ -93,6 +93,11 @@ def finish_dt(
                 store_part(partial, PART_DBIAS, head_tile, column, nothing)
             return
         dt, ddt = window(dt, token_row, start, stop), window(ddt, token_row, start, stop)
+    # First, and part by part: nothing spills.
+    across = ct.zeros((TILE_H, 1), ct.float32)
+    for part in range(OVERLAP_PARTS):
+        states = ct.load(overlap, (batch, head_tile, tile, part), (1, TILE_H, 1, TILE_P), padding_mode=_ZERO)
+        across = across + ct.sum(states.reshape((TILE_H, TILE_P)), axis=1, keepdims=True)
     rate = ct.load(a, (head_tile,), (TILE_H,), padding_mode=_ZERO).astype(ct.float32)[:, None]
     later = load_row_of_heads(drows, DROW_LATER, index, shape)
     earlier = load_row_of_heads(drows, DROW_EARLIER, index, shape)
@@ -103,8 +108,6 @@ def finish_dt(
     # Read one token late, so that nothing has to be taken off the sum again.
     before = ct.gather(drows, (DROW_CARRIED, batch, heads, tile, ct.maximum(tokens - 1, 0)), padding_value=0)
     before = ct.where(tokens > 0, before, 0.0)
-    states = ct.load(overlap, (batch, head_tile, tile, 0), (1, TILE_H, 1, TILE_OVERLAP), padding_mode=_ZERO)
-    across = ct.sum(states.reshape((TILE_H, TILE_OVERLAP)), axis=1, keepdims=True)
     moved = ct.cumsum(later + earlier, axis=1, reverse=True) + ct.cumsum(before, axis=1) + across
     forgets = rate * dt_used < _LEAST_FELT
     moved = ct.where(forgets, 0.0, moved)

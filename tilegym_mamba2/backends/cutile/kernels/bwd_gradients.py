@@ -64,11 +64,15 @@ def compute_gradients(
 ):
     """Some heads of one group at one tile of tokens.
 
-    Grid: (B · tiles · G · parts,). sizes: see `decode_heads`; FLAGS, tiles and table: as in `compute_dx`.
+    Grid: (B · tiles · G · parts,). FLAGS: (SKIP, RAGGED, PAIRED). sizes: see `decode_heads`; SKIP, RAGGED,
+    tiles and table: as in `compute_dx`.
     x, dout (B, T, H, P ≤ TILE_P), b, c (B, T, G, N ≤ TILE_N), rows (4, B, H, ≥ tiles, L), d_skip (H,) or
     (H, P), entry_states and dexit_states (B, H, ≥ tiles asked for, P, N); writes dx (B, T, H, P), drows
     (5, B, H, ≥ tiles, L) and overlap (B, H, ≥ tiles, TILE_P) as `compute_dx` does, and db, dc
     (B, T, G · parts, N).
+
+    PAIRED: states are saved for pairs of tiles, the first tile asked for begins one, and a row of overlap has
+    OVERLAP_PARTS as many numbers; see `bwd_pairs`.
     """
     SKIP, RAGGED, PAIRED = FLAGS
     heads_per_group, heads_per_block = sizes[1], sizes[2]

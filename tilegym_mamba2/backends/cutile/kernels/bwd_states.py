@@ -307,11 +307,12 @@ def tile_states(
     """The state at the entry of every tile of some segments, and the gradient of the one at its exit.
 
     Grid: (B · segments · ceil(P / TILE_P) · H, ceil(N / TILE_N), 2): the walk backwards, then, if ENTRIES,
-    the one forwards. FLAGS: (ENTRIES, WRITE_DINIT, RAGGED, HAS_INIT, HAS_DFINAL). sizes: see
-    `decode_segment`.
+    the one forwards. FLAGS: (ENTRIES, WRITE_DINIT, RAGGED, HAS_INIT, HAS_DFINAL, EVERY). sizes: see
+    `decode_segment`. EVERY: how many tiles of a segment share one pair of states, that at the entry of the
+    first and that at the exit of the last; a segment that others follow has a multiple of it.
     x, dout (B, T, H, P), b, c (B, T, G, N), rows (4, B, H, ≥ tiles, L), segment_entries and segment_exits
-    (B, H, ≥ segments, P, N) float32; writes entry_states and dexit_states (B, H, ≥ tiles, P, N), where tile 0
-    is the first asked for, and, in the sequence's first segment if WRITE_DINIT, dinit_state (B, H, 1, P, N).
+    (B, H, ≥ segments, P, N) float32; writes entry_states and dexit_states (B, H, ≥ tiles / EVERY, P, N), where
+    tile 0 is the first asked for, and, in the sequence's first segment if WRITE_DINIT, dinit_state (B, H, 1, P, N).
 
     RAGGED: reads init_state and dfinal_state (S, H, P, N), if HAS_INIT and HAS_DFINAL, where a sequence
     begins and ends, and the borders only between.
