@@ -146,7 +146,7 @@ def make_plan(problem: Problem, tensors: dict[str, torch.Tensor | None], plan: P
             tiles_per_segment, tiles_of_row, problem.sequences
         )
     fused = problem.for_tokens and problem.for_groups and config.fused(precision, head_size, state_size)
-    paired = fused and not problem.ragged and config.in_pairs(state_size)
+    paired = fused and config.in_pairs(state_size)
     # A pair of tiles lies in one segment.
     tiles_per_segment += paired and tiles_per_segment % 2
     # Of the scratch arrays: batch, tiles, segments, and what crosses their borders.
@@ -174,7 +174,8 @@ def make_plan(problem: Problem, tensors: dict[str, torch.Tensor | None], plan: P
         rows_at_once, segments_at_once = config.piece(rows, segments, blocks)
     states_at_once = min(tiles, segments_at_once * tiles_per_segment)
     if paired:
-        states_at_once = math.ceil(states_at_once / 2)
+        # Ragged: a slot may take half a state more than its tiles, see `first_saved`.
+        states_at_once = math.ceil((states_at_once + (problem.ragged and segments_at_once)) / 2)
     has_bias = problem.steps is not None and problem.steps[0]
     plan.shapes = {
         "rows": (4, rows, heads, pad_count(tiles), tile),

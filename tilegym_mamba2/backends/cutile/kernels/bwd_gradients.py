@@ -8,10 +8,11 @@ with each where its result is used.
 
 import cuda.tile as ct
 
-from .bwd_pairs import paired_gradients, partner_of
+from .bwd_pairs import paired_gradients, partner_of, slot_of_tile
 from .bwd_tiles import (
     decay_t,
     decode_heads,
+    first_saved,
     load_saved_state,
     load_skip_row,
     ragged_tile,
@@ -21,7 +22,7 @@ from .bwd_tokens import DROW_CARRIED, DROW_DIRECT, DROW_EARLIER, DROW_LATER, DRO
 from .decay import exp2
 from .products import product, product_of_loaded
 from .scan_out import SKIP_PER_HEAD
-from .scan_table import window
+from .scan_table import tokens_of_slot, window
 from .tiles import (
     ROW_DT,
     ROW_EXP_G,
@@ -71,7 +72,7 @@ def compute_gradients(
     (5, B, H, ≥ tiles, L) and overlap (B, H, ≥ tiles, TILE_P) as `compute_dx` does, and db, dc
     (B, T, G · parts, N).
 
-    PAIRED: states are saved for pairs of tiles, the first tile asked for begins one, and a row of overlap has
+    PAIRED: states are saved for pairs of tiles, the first tile asked for (RAGGED: of a slot) begins one, and a row of overlap has
     OVERLAP_PARTS as many numbers; see `bwd_pairs`.
     """
     SKIP, RAGGED, PAIRED = FLAGS
@@ -79,11 +80,27 @@ def compute_gradients(
     batch, group, part, tile, saved, first, count = decode_heads(b.shape[2], sizes)
     column = group * ct.cdiv(heads_per_group, heads_per_block) + part
     if PAIRED:
+        # Which of the tiles that are in pairs, and in the token arrays.
+        number, at, num_tiles = saved, tile, sizes[0]
+        saved = saved // 2
+        if RAGGED:
+            slot, tile, number = slot_of_tile(tiles, table, number, sizes)
+            if slot < 0:
+                return
+            span = tokens_of_slot(table, slot)
+            at = number
+            num_tiles = ct.cdiv(span[2] - span[1], L)
+            saved = first_saved(table, slot, sizes[3], 2) + number // 2
+            x, b, c = window(x, *span), window(b, *span), window(c, *span)
+            dout, dx = window(dout, *span), window(dx, *span)
+            db, dc = window(db, *span), window(dc, *span)
+        partner, exists = partner_of(number, num_tiles)
+        away = partner - number
+        place = (batch, saved, tile, at, tile + away, at + away, exists)
         arrays = (x, b, c, rows, d_skip, dout, entry_states, dexit_states, dx, drows, overlap, db, dc)
-        place = (batch, tile, saved // 2, *partner_of(tile, saved, sizes[0]))
         heads = (group, column, first, count)
         options = (L, TILE_P, TILE_N, PRECISION, SKIP, LATENCY)
-        if saved % 2 == 0:
+        if number % 2 == 0:
             paired_gradients(arrays, place, heads, options, True)
         else:
             paired_gradients(arrays, place, heads, options, False)

@@ -18,11 +18,12 @@ No state is rounded but the saved ones: da of the publication's inputs is off by
 
 import cuda.tile as ct
 
-from .bwd_tiles import decay_t, load_saved_state, load_skip_row, store_row
+from .bwd_tiles import TILE_SLOT, decay_t, load_saved_state, load_skip_row, store_row
 from .bwd_tokens import DROW_CARRIED, DROW_DIRECT, DROW_EARLIER, DROW_LATER, DROW_SKIP
 from .decay import exp2
 from .products import product, product_of_loaded
 from .scan_out import SKIP_PER_HEAD
+from .scan_table import TILE, entry
 from .tiles import (
     ROW_DT,
     ROW_EXP_G,
@@ -45,41 +46,53 @@ def store_overlap(overlap, index, part, values):
     ct.store(overlap, (*index, part), values.reshape((1, 1, 1, values.shape[0])))
 
 
-def partner_of(tile, saved, num_tiles):
-    """(the other tile of a pair, 1.0), or (the tile itself, 0.0) where there is none.
+def partner_of(number, count):
+    """(number of the other one of a pair, 1.0), or (the number itself, 0.0) where there is none."""
+    other = number ^ 1
+    exists = other < count
+    return ct.where(exists, other, number), ct.where(exists, 1.0, 0.0)
 
-    saved, num_tiles: the tile's number among those asked for, and how many those are.
+
+def slot_of_tile(tiles, table, saved, sizes):
+    """(slot, tile, its number in the slot) of the `saved` one of the tiles at hand; slot −1: no tokens, or not
+    asked for.
+
+    sizes: see `ragged_tile`.
     """
-    exists = (saved ^ 1) < num_tiles
-    return ct.where(exists, tile - saved + (saved ^ 1), tile), ct.where(exists, 1.0, 0.0)
+    first_slot, num_slots = sizes[3], sizes[4]
+    tile = entry(table, first_slot, TILE) + saved
+    slot = ct.gather(tiles, (tile, TILE_SLOT), padding_value=-1).item()
+    asked_for = (slot >= first_slot) & (slot < first_slot + num_slots)
+    number = tile - entry(table, ct.where(asked_for, slot, first_slot), TILE)
+    return ct.where(asked_for, slot, -1), tile, number
 
 
 def paired_gradients(arrays, place, heads, options, FIRST):
     """What a block of `compute_gradients` does for a tile, the FIRST or the second of its pair.
 
-    place: (batch, tile, saved state, partner, whether it exists: 1.0 or 0.0); heads: (group, column of db and
-    dc, first head, heads). L = TILE_P.
+    place: (batch, saved state, tile, its number in the token arrays, partner, its number there, whether it
+    exists: 1.0 or 0.0); heads: (group, column of db and dc, first head, heads). L = TILE_P.
 
     In this order nothing spills, and there are 1634 and 1372 instructions a head (1383 for a tile with states
     of its own); with the products first 160 bytes spill.
     """
     x, b, c, rows, d_skip, dout, entry_states, dexit_states, dx, drows, overlap, db, dc = arrays
-    batch, tile, saved, partner, exists = place
+    batch, saved, tile, at, partner, far_at, exists = place
     group, column, first, count = heads
     L, TILE_P, TILE_N, PRECISION, SKIP, LATENCY = options
     tokens = ct.arange(L, dtype=ct.int32)
     zeros = ct.zeros((L, L), ct.float32)
     diagonal = tokens[None, :] == tokens[:, None]
 
-    b_tile = load_tokens(b, (batch, tile, group, 0), (L, TILE_N), LATENCY)
-    c_tile = load_tokens(c, (batch, tile, group, 0), (L, TILE_N), LATENCY)
+    b_tile = load_tokens(b, (batch, at, group, 0), (L, TILE_N), LATENCY)
+    c_tile = load_tokens(c, (batch, at, group, 0), (L, TILE_N), LATENCY)
     scores_t = product_of_loaded(b_tile, c_tile.transpose(), zeros, PRECISION)
     # Of this tile's tokens (rows) and the partner's.
     if FIRST:
-        far_tile = load_tokens(c, (batch, partner, group, 0), (L, TILE_N), LATENCY)
+        far_tile = load_tokens(c, (batch, far_at, group, 0), (L, TILE_N), LATENCY)
         far_scores = product_of_loaded(b_tile, far_tile.transpose(), zeros, PRECISION)
     else:
-        far_tile = load_tokens(b, (batch, partner, group, 0), (L, TILE_N), LATENCY)
+        far_tile = load_tokens(b, (batch, far_at, group, 0), (L, TILE_N), LATENCY)
         far_scores = product_of_loaded(c_tile, far_tile.transpose(), zeros, PRECISION)
     db_tile = ct.zeros((L, TILE_N), ct.float32)
     dc_tile = ct.zeros((L, TILE_N), ct.float32)
@@ -96,8 +109,8 @@ def paired_gradients(arrays, place, heads, options, FIRST):
         weight = row(rows_tile, ROW_STATE_WEIGHT)[:, None]
         far_decay = last_of_row(far_rows, ROW_EXP_G)
         skip = load_skip_row(d_skip, head, 0, SKIP, TILE_P)
-        x_tile = load_tokens(x, (batch, tile, head, 0), (L, TILE_P), LATENCY)
-        dy_tile = load_tokens(dout, (batch, tile, head, 0), (L, TILE_P), LATENCY)
+        x_tile = load_tokens(x, (batch, at, head, 0), (L, TILE_P), LATENCY)
+        dy_tile = load_tokens(dout, (batch, at, head, 0), (L, TILE_P), LATENCY)
         entry = load_saved_state(entry_states, (batch, head, saved, 0, 0), (TILE_P, TILE_N), LATENCY)
         dexit = load_saved_state(dexit_states, (batch, head, saved, 0, 0), (TILE_P, TILE_N), LATENCY)
         none = ct.zeros((L, TILE_P), ct.float32)
@@ -106,7 +119,7 @@ def paired_gradients(arrays, place, heads, options, FIRST):
         if FIRST:
             far_decay = ct.where(exists > 0.0, far_decay, 1.0)
             far_weight = (row(far_rows, ROW_EXP_G) * exists)[None, :]
-            far_head = load_tokens(dout, (batch, partner, head, 0), (L, TILE_P), LATENCY)
+            far_head = load_tokens(dout, (batch, far_at, head, 0), (L, TILE_P), LATENCY)
             felt = product_of_loaded(x_tile, far_head.transpose(), zeros, PRECISION) * weight * far_weight
             dfar_scores = dfar_scores + felt
             v = product(b_tile, dexit.transpose(), none, PRECISION) * far_decay
@@ -128,7 +141,7 @@ def paired_gradients(arrays, place, heads, options, FIRST):
         decay = decay_t(g, tokens)
         du = product(decay * scores_t, dy_tile, v, PRECISION)
         store_row(drows, DROW_DIRECT, index, ct.sum(x_wide * du, axis=1, keepdims=True))
-        store_tokens(dx, (batch, tile, head, 0), du * dt + dy_wide * skip, LATENCY)
+        store_tokens(dx, (batch, at, head, 0), du * dt + dy_wide * skip, LATENCY)
 
         dweights_t = product_of_loaded(x_tile, dy_tile.transpose(), zeros, PRECISION)
         felt_t = dweights_t * decay * dt
@@ -150,7 +163,7 @@ def paired_gradients(arrays, place, heads, options, FIRST):
         dc_tile = product(dy_since_pair, entry, dc_tile, PRECISION)
         if not FIRST:
             far_weight = row(far_rows, ROW_STATE_WEIGHT)[None, :]
-            far_head = load_tokens(x, (batch, partner, head, 0), (L, TILE_P), LATENCY)
+            far_head = load_tokens(x, (batch, far_at, head, 0), (L, TILE_P), LATENCY)
             felt = product_of_loaded(dy_tile, far_head.transpose(), zeros, PRECISION)
             felt = felt * since_entry * far_weight
             dfar_scores = dfar_scores + felt
@@ -163,5 +176,5 @@ def paired_gradients(arrays, place, heads, options, FIRST):
         db_tile = product(dfar_scores, far_tile, db_tile, PRECISION)
     else:
         dc_tile = product(dfar_scores, far_tile, dc_tile, PRECISION)
-    store_tokens(db, (batch, tile, column, 0), db_tile, LATENCY)
-    store_tokens(dc, (batch, tile, column, 0), dc_tile, LATENCY)
+    store_tokens(db, (batch, at, column, 0), db_tile, LATENCY)
+    store_tokens(dc, (batch, at, column, 0), dc_tile, LATENCY)

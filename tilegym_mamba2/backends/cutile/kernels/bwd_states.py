@@ -15,9 +15,10 @@ and the last segment of a sequence take init_state and dfinal_state as they are.
 
 import cuda.tile as ct
 
+from .bwd_tiles import first_saved
 from .fwd_pass_state import local_state, pass_forwards
 from .products import product
-from .scan_table import LEFT, POSITION, ROW, SEQUENCE, START, STOP, TILE, entry, window
+from .scan_table import LEFT, POSITION, SEQUENCE, TILE, entry, tokens_of_slot, window
 from .tiles import (
     ROW_EXP_G,
     ROW_STATE_WEIGHT,
@@ -53,11 +54,6 @@ def decode_segment(per_head, tile_p, sizes):
     first = segment * tiles_per_segment
     count = ct.minimum(tiles_per_segment, num_tiles - first)
     return batch, head, p_tile, segment, head // heads_per_group, first, count
-
-
-def tokens_of_slot(table, slot):
-    """(batch row, first token, token after the last) of a slot."""
-    return entry(table, slot, ROW), entry(table, slot, START), entry(table, slot, STOP)
 
 
 def local_dstate(per_head, per_group, rows, place, options):
@@ -311,10 +307,11 @@ def tile_states(
     `decode_segment`. EVERY: how many tiles of a segment share one pair of states, that at the entry of the
     first and that at the exit of the last; a segment that others follow has a multiple of it.
     x, dout (B, T, H, P), b, c (B, T, G, N), rows (4, B, H, ≥ tiles, L), segment_entries and segment_exits
-    (B, H, ≥ segments, P, N) float32; writes entry_states and dexit_states (B, H, ≥ tiles / EVERY, P, N), where
-    tile 0 is the first asked for, and, in the sequence's first segment if WRITE_DINIT, dinit_state (B, H, 1, P, N).
+    (B, H, ≥ segments, P, N) float32; writes entry_states and dexit_states (B, H, ≥ tiles / EVERY, P, N),
+    where tile 0 is the first asked for, and, in the sequence's first segment if WRITE_DINIT, dinit_state
+    (B, H, 1, P, N).
 
-    RAGGED: reads init_state and dfinal_state (S, H, P, N), if HAS_INIT and HAS_DFINAL, where a sequence
+    RAGGED: a slot's states are where `first_saved` says; reads init_state and dfinal_state (S, H, P, N), if HAS_INIT and HAS_DFINAL, where a sequence
     begins and ends, and the borders only between.
     """
     ENTRIES, WRITE_DINIT, RAGGED, HAS_INIT, HAS_DFINAL, EVERY = FLAGS
@@ -332,7 +329,7 @@ def tile_states(
             return
         span = tokens_of_slot(table, segment)
         first, at, count = entry(table, segment, TILE), 0, ct.cdiv(span[2] - span[1], L)
-        saved = first - entry(table, sizes[3], TILE)
+        saved = first_saved(table, segment, sizes[3], EVERY)
         x, b, c, dout = window(x, *span), window(b, *span), window(c, *span), window(dout, *span)
     place = (batch, head, p_tile, n_tile, group, first, at, saved, count)
     if ct.bid(2) == 0:

@@ -79,3 +79,10 @@ def ragged_tile(tiles, table, saved, sizes):
     slot = ct.gather(tiles, (tile, TILE_SLOT), padding_value=-1)
     asked_for = (slot >= first_slot) & (slot < first_slot + num_slots)
     return tile, (row, start, ct.where(asked_for, stop, start))
+
+
+def first_saved(table, slot, first_slot, every):
+    """Where the states of a slot's tiles begin, when `every` tiles share one and those of `first_slot` come
+    first: a slot of t tiles takes no more than (t + every − 1) / every."""
+    tiles = entry(table, slot, TILE) - entry(table, first_slot, TILE)
+    return (tiles + (slot - first_slot) * (every - 1)) // every
