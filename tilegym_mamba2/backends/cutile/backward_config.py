@@ -31,8 +31,8 @@ class BackwardConfig:
     min_segment_tiles: int = 4
     max_segment_tiles: int = 32
     # How many blocks walk at a time: a bound on the states in memory, 134 MB at P 64, N 128 in bfloat16 (half
-    # as much again where one time is enough for all; twice that unless `paired`), for each lane. Every launch costs some 5 us of blocks
-    # that end and begin: half as many took 4 % longer.
+    # as much again where one time is enough for all; twice that unless `paired`), for each lane. Every launch
+    # costs some 5 us of blocks that end and begin: half as many took 4 % longer.
     piece_blocks: int = 256
     # How many pieces run side by side, so that one fills the multiprocessors that another leaves idle: N 512
     # 1763 to 1650 us, N 256 921 to 890; three lanes are no faster.

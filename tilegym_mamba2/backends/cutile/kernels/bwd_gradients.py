@@ -72,15 +72,15 @@ def compute_gradients(
     (5, B, H, ≥ tiles, L) and overlap (B, H, ≥ tiles, TILE_P) as `compute_dx` does, and db, dc
     (B, T, G · parts, N).
 
-    PAIRED: states are saved for pairs of tiles, the first tile asked for (RAGGED: of a slot) begins one, and a row of overlap has
-    OVERLAP_PARTS as many numbers; see `bwd_pairs`.
+    PAIRED: states are saved for pairs of tiles, the first tile asked for (RAGGED: of a slot) begins one, and a
+    row of overlap has OVERLAP_PARTS times as many numbers; see `bwd_pairs`.
     """
     SKIP, RAGGED, PAIRED = FLAGS
     heads_per_group, heads_per_block = sizes[1], sizes[2]
     batch, group, part, tile, saved, first, count = decode_heads(b.shape[2], sizes)
     column = group * ct.cdiv(heads_per_group, heads_per_block) + part
     if PAIRED:
-        # Which of the tiles that are in pairs, and in the token arrays.
+        # Which it is of the tiles in pairs, and of those in the token arrays.
         number, at, num_tiles = saved, tile, sizes[0]
         saved = saved // 2
         if RAGGED:

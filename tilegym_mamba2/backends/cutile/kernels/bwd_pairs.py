@@ -54,10 +54,9 @@ def partner_of(number, count):
 
 
 def slot_of_tile(tiles, table, saved, sizes):
-    """(slot, tile, its number in the slot) of the `saved` one of the tiles at hand; slot −1: no tokens, or not
-    asked for.
+    """(slot, tile, its number in the slot) of the `saved` one of the tiles at hand.
 
-    sizes: see `ragged_tile`.
+    Slot −1: no tokens, or not asked for. sizes: see `ragged_tile`.
     """
     first_slot, num_slots = sizes[3], sizes[4]
     tile = entry(table, first_slot, TILE) + saved

@@ -311,8 +311,8 @@ def tile_states(
     where tile 0 is the first asked for, and, in the sequence's first segment if WRITE_DINIT, dinit_state
     (B, H, 1, P, N).
 
-    RAGGED: a slot's states are where `first_saved` says; reads init_state and dfinal_state (S, H, P, N), if HAS_INIT and HAS_DFINAL, where a sequence
-    begins and ends, and the borders only between.
+    RAGGED: a slot's states are where `first_saved` says; reads init_state and dfinal_state (S, H, P, N), if
+    HAS_INIT and HAS_DFINAL, where a sequence begins and ends, and the borders only between.
     """
     ENTRIES, WRITE_DINIT, RAGGED, HAS_INIT, HAS_DFINAL, EVERY = FLAGS
     batch, head, p_tile, segment, group, first, count = decode_segment(dout, TILE_P, sizes)
