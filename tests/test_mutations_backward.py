@@ -123,7 +123,7 @@ MUTATIONS_OF_PAIRS = {
     "a pair's second tile saves its states": ("bwd_states", "(k + 1) % EVERY == 0", "k % EVERY == 0"),
     "the last of the saved gradients is left out": ("bwd_states", "(k == 0) | ", "(k < 0) | "),
     "a tile without a partner has one": ("bwd_pairs", "ct.where(exists, 1.0, 0.0)", "1.0"),
-    "the partner is the next tile": ("bwd_pairs", "tile - saved + (saved ^ 1), tile)", "tile + 1, tile)"),
+    "the partner is the next tile": ("bwd_pairs", "ct.where(exists, other, number)", "number + 1"),
     "the partner's decay is forgotten": (
         "bwd_pairs",
         "far_decay = last_of_row(far_rows, ROW_EXP_G)",

@@ -72,8 +72,8 @@ def compute_gradients(
     (5, B, H, ≥ tiles, L) and overlap (B, H, ≥ tiles, TILE_P) as `compute_dx` does, and db, dc
     (B, T, G · parts, N).
 
-    PAIRED: states are saved for pairs of tiles, the first tile asked for (RAGGED: of a slot) begins one, and a
-    row of overlap has OVERLAP_PARTS times as many numbers; see `bwd_pairs`.
+    PAIRED: states are saved for pairs of tiles, the first tile asked for (RAGGED: of a slot) begins one, and
+    a row of overlap has OVERLAP_PARTS times as many numbers; see `bwd_pairs`.
     """
     SKIP, RAGGED, PAIRED = FLAGS
     heads_per_group, heads_per_block = sizes[1], sizes[2]
