@@ -238,7 +238,7 @@ class Run:
         of_tokens, of_groups, tokens_written, groups_written = (), (), {}, {}
         if plan.finish_dt is not None:
             dx = piece.of(results["x"])
-            of_tokens = (dx, piece.of(self.drows, 1), piece.of(self.overlap))
+            of_tokens = (dx, piece.of(self.drows, self.drows.dim() - 4), piece.of(self.overlap))
             tokens_written = {"dx": dx}
         if plan.for_groups:
             of_groups = (piece.of(self.db), piece.of(self.dc))

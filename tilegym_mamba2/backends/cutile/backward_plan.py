@@ -16,8 +16,8 @@ from .forward import PASS_AT_ONCE, TILE_P, pad_count, precision_of, rows_step, t
 from .kernels import bwd_decay as _decay
 from .kernels import bwd_gradients as _gradients
 from .kernels import bwd_groups as _groups
-from .kernels import bwd_pairs as _pairs
 from .kernels import bwd_states as _states
+from .kernels import bwd_tiles as _tiles
 from .kernels import bwd_tokens as _tokens
 from .kernels.scan_out import NO_SKIP, SKIP_PER_CHANNEL, SKIP_PER_HEAD
 from .launch import INT32_REACH, Lanes, Launch, Step, hinted, needs_wide, run_plan
@@ -177,10 +177,14 @@ def make_plan(problem: Problem, tensors: dict[str, torch.Tensor | None], plan: P
         # Ragged: a slot may take half a state more than its tiles, see `first_saved`.
         states_at_once = math.ceil((states_at_once + (problem.ragged and segments_at_once)) / 2)
     has_bias = problem.steps is not None and problem.steps[0]
+    if fused:
+        drows = (rows, heads, pad_count(tiles), _tiles.NUM_SHARES * tile)
+    else:
+        drows = (_tokens.NUM_DROWS, rows, heads, pad_count(tiles), tile)
     plan.shapes = {
         "rows": (4, rows, heads, pad_count(tiles), tile),
-        "drows": (_tokens.NUM_DROWS, rows, heads, pad_count(tiles), tile),
-        "overlap": (rows, heads, pad_count(tiles), TILE_P * (_pairs.OVERLAP_PARTS if paired else 1)),
+        "drows": drows,
+        "overlap": (rows, heads, pad_count(tiles), TILE_P),
         "partial": (3 if has_bias else 2, heads, pad_count(rows * tiles)),
         "tiles": (rows_at_once, heads, pad_count(states_at_once), head_size, state_size),
         "segments": (rows, heads, pad_count(borders), head_size, state_size),
@@ -193,7 +197,8 @@ def make_plan(problem: Problem, tensors: dict[str, torch.Tensor | None], plan: P
     wide = needs_wide(tuple(tensors.values())) or largest >= INT32_REACH
     dims = (rows, heads, head_size, state_size)
     builder = Builder(problem, dims, (tiles_per_segment, heads // groups, tiles), precision, config, wide)
-    builder.forward, builder.segments, builder.paired = forward, segments, paired
+    builder.forward, builder.segments = forward, segments
+    builder.fused, builder.paired = fused, paired
     if problem.steps is None:
         plan.rows = rows_step(batch, heads, tiles, forward, wide)
     for_tokens, for_groups = problem.for_tokens, problem.for_groups
@@ -251,10 +256,11 @@ class Builder:
     dims: (batch of the scratch arrays, H, P, N); sizes: (tiles a segment, heads a group, tiles).
     """
 
-    # The forward's configuration for the same sizes, how many segments there are, and whether states are
-    # saved for pairs of tiles.
+    # The forward's configuration for the same sizes, how many segments there are, whether one kernel computes
+    # all gradients, and whether states are saved for pairs of tiles.
     forward: tuning.ForwardConfig
     segments: int
+    fused: bool
     paired: bool
 
     def __init__(
@@ -397,8 +403,7 @@ class Builder:
     def finish_dt(self) -> Step:
         config, steps = self.config, self.problem.steps
         has_bias, softplus, dt_min, dt_max = steps or (False, False, 0.0, 0.0)
-        parts = _pairs.OVERLAP_PARTS if self.paired else 1
-        flags = (self.has_d, self.ragged, steps is not None, has_bias, softplus, parts)
+        flags = (self.has_d, self.ragged, steps is not None, has_bias, softplus, self.fused)
         grid = (self.batch * self.tiles * math.ceil(self.heads / config.rows_heads),)
         constants = (self.tiles, dt_min, dt_max, config.tile_tokens, TILE_P, config.rows_heads, flags)
         kernel = hinted(_decay.finish_dt, self.wide, (("occupancy", config.finish_occupancy),))

@@ -10,15 +10,23 @@ import cuda.tile as ct
 
 from .bwd_pairs import paired_gradients, partner_of, slot_of_tile
 from .bwd_tiles import (
+    SHARES_CARRIED,
+    SHARES_DIRECT,
+    SHARES_EARLIER,
+    SHARES_LATER,
+    SHARES_SKIP,
     decay_t,
     decode_heads,
     first_saved,
+    halves,
     load_saved_state,
     load_skip_row,
+    quarters,
     ragged_tile,
-    store_row,
+    shares,
+    store_overlap,
+    store_shares,
 )
-from .bwd_tokens import DROW_CARRIED, DROW_DIRECT, DROW_EARLIER, DROW_LATER, DROW_SKIP
 from .decay import exp2
 from .products import product, product_of_loaded
 from .scan_out import SKIP_PER_HEAD
@@ -69,11 +77,11 @@ def compute_gradients(
     tiles and table: as in `compute_dx`.
     x, dout (B, T, H, P ≤ TILE_P), b, c (B, T, G, N ≤ TILE_N), rows (4, B, H, ≥ tiles, L), d_skip (H,) or
     (H, P), entry_states and dexit_states (B, H, ≥ tiles asked for, P, N); writes dx (B, T, H, P), drows
-    (5, B, H, ≥ tiles, L) and overlap (B, H, ≥ tiles, TILE_P) as `compute_dx` does, and db, dc
-    (B, T, G · parts, N).
+    (B, H, ≥ tiles, NUM_SHARES · L) and overlap (B, H, ≥ tiles, TILE_P), which add up to what `compute_dx`
+    writes, and db, dc (B, T, G · parts, N).
 
-    PAIRED: states are saved for pairs of tiles, the first tile asked for (RAGGED: of a slot) begins one, and
-    a row of overlap has OVERLAP_PARTS times as many numbers; see `bwd_pairs`.
+    PAIRED: states are saved for pairs of tiles, the first tile asked for (RAGGED: of a slot) begins one;
+    see `bwd_pairs`.
     """
     SKIP, RAGGED, PAIRED = FLAGS
     heads_per_group, heads_per_block = sizes[1], sizes[2]
@@ -117,6 +125,8 @@ def compute_gradients(
     tokens = ct.arange(L, dtype=ct.int32)
     zeros = ct.zeros((L, L), ct.float32)
     diagonal = tokens[None, :] == tokens[:, None]
+    channels = ct.arange(TILE_P, dtype=ct.int32)
+    on_trace = channels[None, :] == channels[:, None]
 
     b_tile = load_tokens(b, (batch, at, group, 0), (L, TILE_N), LATENCY)
     c_tile = load_tokens(c, (batch, at, group, 0), (L, TILE_N), LATENCY)
@@ -136,6 +146,7 @@ def compute_gradients(
         entry = load_saved_state(entry_states, (batch, head, saved, 0, 0), (TILE_P, TILE_N), LATENCY)
         dexit = load_saved_state(dexit_states, (batch, head, saved, 0, 0), (TILE_P, TILE_N), LATENCY)
 
+        index = (batch, head, tile)
         none = ct.zeros((L, TILE_P), ct.float32)
         dweights_t = product_of_loaded(x_tile, dy_tile.transpose(), zeros, PRECISION)
         v = product(b_tile, dexit.transpose(), none, PRECISION) * until_exit
@@ -143,25 +154,23 @@ def compute_gradients(
         x_wide, dy_wide = x_tile.astype(ct.float32), dy_tile.astype(ct.float32)
         dy_since_entry = dy_wide * since_entry
         decay = decay_t(g, tokens)
-        inter = ct.sum(dy_since_entry * from_entry, axis=1, keepdims=True)
-        carried = ct.sum(x_wide * v, axis=1, keepdims=True)
+        store_shares(drows, SHARES_CARRIED, index, halves(x_wide * v) * dt)
         du = product(decay * scores_t, dy_tile, v, PRECISION)
         db_tile = product(x_wide * row(rows_tile, ROW_STATE_WEIGHT)[:, None], dexit, db_tile, PRECISION)
         dc_tile = product(dy_since_entry, entry, dc_tile, PRECISION)
+        both = product_of_loaded(entry, dexit.transpose(), ct.zeros((TILE_P, TILE_P), ct.float32), PRECISION)
 
         felt_t = dweights_t * decay * dt
         dscores_t = dscores_t + felt_t
         moved_t = ct.where(diagonal, 0.0, felt_t * scores_t)
-        index = (batch, head, tile)
-        store_row(drows, DROW_LATER, index, ct.sum(moved_t, axis=0))
-        store_row(drows, DROW_EARLIER, index, inter - ct.sum(moved_t, axis=1, keepdims=True))
-        store_row(drows, DROW_CARRIED, index, carried * dt)
-        store_row(drows, DROW_DIRECT, index, ct.sum(x_wide * du, axis=1, keepdims=True))
+        store_shares(drows, SHARES_LATER, index, quarters(moved_t))
+        felt_here = halves(dy_since_entry * from_entry) - halves(moved_t)
+        store_shares(drows, SHARES_EARLIER, index, felt_here)
+        store_shares(drows, SHARES_DIRECT, index, halves(x_wide * du))
         if SKIP == SKIP_PER_HEAD:
-            store_row(drows, DROW_SKIP, index, ct.sum(ct.where(diagonal, dweights_t, 0.0), axis=1))
-        both = ct.sum(entry.astype(ct.float32) * dexit.astype(ct.float32), axis=1, keepdims=True)
-        both = both * last_of_row(rows_tile, ROW_EXP_G)
-        ct.store(overlap, (batch, head, tile, 0), both.reshape((1, 1, 1, TILE_P)))
+            store_shares(drows, SHARES_SKIP, index, shares(halves(ct.where(diagonal, dweights_t, 0.0))))
+        across = halves(ct.where(on_trace, both, 0.0)) * last_of_row(rows_tile, ROW_EXP_G)
+        store_overlap(overlap, index, shares(across))
         store_tokens(dx, (batch, at, head, 0), du * dt + dy_wide * skip, LATENCY)
 
     db_tile = product(dscores_t, c_tile, db_tile, PRECISION)

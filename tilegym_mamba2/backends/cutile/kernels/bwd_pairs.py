@@ -18,8 +18,22 @@ No state is rounded but the saved ones: da of the publication's inputs is off by
 
 import cuda.tile as ct
 
-from .bwd_tiles import TILE_SLOT, decay_t, load_saved_state, load_skip_row, store_row
-from .bwd_tokens import DROW_CARRIED, DROW_DIRECT, DROW_EARLIER, DROW_LATER, DROW_SKIP
+from .bwd_tiles import (
+    SHARES_CARRIED,
+    SHARES_DIRECT,
+    SHARES_EARLIER,
+    SHARES_LATER,
+    SHARES_SKIP,
+    TILE_SLOT,
+    decay_t,
+    halves,
+    load_saved_state,
+    load_skip_row,
+    quarters,
+    shares,
+    store_overlap,
+    store_shares,
+)
 from .decay import exp2
 from .products import product, product_of_loaded
 from .scan_out import SKIP_PER_HEAD
@@ -35,16 +49,6 @@ from .tiles import (
     row,
     store_tokens,
 )
-
-# Parts of a row of `overlap`, TILE_P numbers each.
-OVERLAP_PARTS = 2
-OVERLAP_OF_PAIR, OVERLAP_OF_PARTNER = 0, 1
-
-
-def store_overlap(overlap, index, part, values):
-    """`index`: (batch, head, tile)."""
-    ct.store(overlap, (*index, part), values.reshape((1, 1, 1, values.shape[0])))
-
 
 def partner_of(number, count):
     """(number of the other one of a pair, 1.0), or (the number itself, 0.0) where there is none."""
@@ -119,55 +123,64 @@ def paired_gradients(arrays, place, heads, options, FIRST):
             far_decay = ct.where(exists > 0.0, far_decay, 1.0)
             far_weight = (row(far_rows, ROW_EXP_G) * exists)[None, :]
             far_head = load_tokens(dout, (batch, far_at, head, 0), (L, TILE_P), LATENCY)
+        else:
+            far_weight = row(far_rows, ROW_STATE_WEIGHT)[None, :]
+            far_head = load_tokens(x, (batch, far_at, head, 0), (L, TILE_P), LATENCY)
+        both = product_of_loaded(entry, dexit.transpose(), zeros, PRECISION)
+        across = halves(ct.where(diagonal, both, 0.0)) * (last_of_row(rows_tile, ROW_EXP_G) * far_decay)
+        if FIRST:
             felt = product_of_loaded(x_tile, far_head.transpose(), zeros, PRECISION) * weight * far_weight
             dfar_scores = dfar_scores + felt
-            v = product(b_tile, dexit.transpose(), none, PRECISION) * far_decay
-            db_tile = product(x_wide * (weight * far_decay), dexit, db_tile, PRECISION)
-            carried = ct.sum(x_wide * v, axis=1, keepdims=True)
-            store_overlap(overlap, far_index, OVERLAP_OF_PARTNER, carried * (weight * exists))
-            v = product(far_weight * far_scores, far_head, v, PRECISION)
-            carried = ct.sum(x_wide * v, axis=1, keepdims=True) * weight
-            v = v * until_exit
-            both = ct.sum(entry.astype(ct.float32) * dexit.astype(ct.float32), axis=1)
-            both = both * (last_of_row(rows_tile, ROW_EXP_G) * far_decay)
-            store_overlap(overlap, index, OVERLAP_OF_PAIR, both)
-            store_overlap(overlap, far_index, OVERLAP_OF_PAIR, both)
+        if FIRST:
+            x_weighted = x_wide * (weight * far_decay)
+            v = product(b_tile, dexit.transpose(), none, PRECISION)
+            across = across + halves(x_weighted * v) * exists
+            store_overlap(overlap, far_index, shares(across))
+            v = v * far_decay
         else:
-            v = product(b_tile, dexit.transpose(), none, PRECISION) * until_exit
-            db_tile = product(x_wide * weight, dexit, db_tile, PRECISION)
-            carried = ct.sum(x_wide * v, axis=1, keepdims=True) * dt
-        store_row(drows, DROW_CARRIED, index, carried)
+            x_weighted = x_wide * weight
+            v = product(b_tile, dexit.transpose(), none, PRECISION)
+            store_shares(drows, SHARES_CARRIED, index, halves(x_weighted * v))
+            v = v * until_exit
+        db_tile = product(x_weighted, dexit, db_tile, PRECISION)
+        if FIRST:
+            v = product(far_weight * far_scores, far_head, v, PRECISION)
+            store_shares(drows, SHARES_CARRIED, index, halves(x_wide * v * weight))
+            v = v * until_exit
         decay = decay_t(g, tokens)
         du = product(decay * scores_t, dy_tile, v, PRECISION)
-        store_row(drows, DROW_DIRECT, index, ct.sum(x_wide * du, axis=1, keepdims=True))
+        store_shares(drows, SHARES_DIRECT, index, halves(x_wide * du))
         store_tokens(dx, (batch, at, head, 0), du * dt + dy_wide * skip, LATENCY)
-
         dweights_t = product_of_loaded(x_tile, dy_tile.transpose(), zeros, PRECISION)
         felt_t = dweights_t * decay * dt
         dscores_t = dscores_t + felt_t
         moved_t = ct.where(diagonal, 0.0, felt_t * scores_t)
-        store_row(drows, DROW_LATER, index, ct.sum(moved_t, axis=0))
+        store_shares(drows, SHARES_LATER, index, quarters(moved_t))
+        moved = halves(moved_t)
         if SKIP == SKIP_PER_HEAD:
-            store_row(drows, DROW_SKIP, index, ct.sum(ct.where(diagonal, dweights_t, 0.0), axis=1))
-        from_entry = product(c_tile, entry.transpose(), none, PRECISION)
+            on_diagonal = ct.where(diagonal, dweights_t, 0.0)
+            store_shares(drows, SHARES_SKIP, index, shares(halves(on_diagonal)))
         if FIRST:
             dy_since_pair = dy_wide * since_entry
         else:
             dy_since_pair = dy_wide * (since_entry * far_decay)
-        # One sum for both: each takes three barriers.
-        earlier = dy_since_pair * from_entry - moved_t
-        if not FIRST:
-            inter = dy_since_pair * from_entry
-            store_overlap(overlap, far_index, OVERLAP_OF_PARTNER, ct.sum(inter, axis=1))
+        if FIRST:
+            from_entry = product(c_tile, entry.transpose(), none, PRECISION)
+            inter = halves(dy_since_pair * from_entry)
+        else:
+            from_entry = product(c_tile, entry.transpose(), none, PRECISION)
+            inter = halves(dy_since_pair * from_entry)
+            store_overlap(overlap, far_index, shares(across + inter))
         dc_tile = product(dy_since_pair, entry, dc_tile, PRECISION)
         if not FIRST:
-            far_weight = row(far_rows, ROW_STATE_WEIGHT)[None, :]
-            far_head = load_tokens(x, (batch, far_at, head, 0), (L, TILE_P), LATENCY)
             felt = product_of_loaded(dy_tile, far_head.transpose(), zeros, PRECISION)
             felt = felt * since_entry * far_weight
             dfar_scores = dfar_scores + felt
-            earlier = earlier + felt * far_scores
-        store_row(drows, DROW_EARLIER, index, ct.sum(earlier, axis=1))
+            far_felt = halves(felt * far_scores)
+        if FIRST:
+            store_shares(drows, SHARES_EARLIER, index, inter - moved)
+        else:
+            store_shares(drows, SHARES_EARLIER, index, inter + far_felt - moved)
 
     db_tile = product(dscores_t, c_tile, db_tile, PRECISION)
     dc_tile = product(dscores_t.transpose(), b_tile, dc_tile, PRECISION)

@@ -7,6 +7,11 @@ from .scan_out import SKIP_PER_CHANNEL, SKIP_PER_HEAD
 from .scan_table import TILE, entry
 from .tiles import load_scalar
 
+# Rows of the `drows` array of `compute_gradients`: four for LATER, two each for CARRIED, DIRECT and EARLIER,
+# in units of as many, and one of shares of the sum of SKIP.
+SHARES_LATER, SHARES_CARRIED, SHARES_DIRECT, SHARES_EARLIER, SHARES_SKIP = 0, 2, 3, 4, 10
+NUM_SHARES = 11
+
 # Columns of the `tiles` array of ragged sequences, see `bwd_ragged`.
 TILE_ROW, TILE_START, TILE_STOP, TILE_SLOT = 0, 1, 2, 3
 
@@ -27,6 +32,38 @@ def store_row(rows, which, index, values):
     """Stores L values as one row of a (rows, B, H, tiles, L) array; `index` is (batch, head, tile)."""
     batch, head, tile = index
     ct.store(rows, (which, batch, head, tile, 0), values.reshape((1, 1, 1, 1, values.shape[0])))
+
+
+def halves(values):
+    """(rows, 2): sums along the halves of each row of (L, L or TILE_P) values.
+
+    Of the sum of a product of 8 warps a group of 4 holds one half, and none waits for another: a sum of all
+    columns takes three barriers.
+    """
+    rows, columns = values.shape
+    return ct.sum(values.reshape((rows, 2, columns // 2)), axis=2)
+
+
+def shares(sums):
+    """(rows, 1): what to add up for the sum of all `halves`, half as many numbers; each thread has two of them."""
+    rows = sums.shape[0]
+    return ct.sum(sums.reshape((rows // 16, 2, 8, 2)), axis=1).reshape((rows, 1))
+
+
+def store_shares(drows, which, index, sums):
+    """Stores (rows, count) sums as that many rows of L, from row count·which on; `index`: (batch, head, tile)."""
+    ct.store(drows, (*index, which), sums.transpose().reshape((1, 1, 1, sums.shape[0] * sums.shape[1])))
+
+
+def quarters(values):
+    """(columns, 4): sums along the quarters of each column, see `halves`."""
+    rows, columns = values.shape
+    return ct.sum(values.reshape((4, rows // 4, columns)), axis=1).transpose()
+
+
+def store_overlap(overlap, index, values):
+    """`index`: (batch, head, tile)."""
+    ct.store(overlap, (*index, 0), values.reshape((1, 1, 1, values.shape[0])))
 
 
 def load_skip_row(d_skip, head, p_tile, kind, width):
