@@ -184,7 +184,7 @@ def make_plan(problem: Problem, tensors: dict[str, torch.Tensor | None], plan: P
     plan.shapes = {
         "rows": (4, rows, heads, pad_count(tiles), tile),
         "drows": drows,
-        "overlap": (rows, heads, pad_count(tiles), TILE_P),
+        "overlap": (rows, heads, pad_count(tiles), TILE_P * (_tiles.OVERLAP_PARTS if paired else 1)),
         "partial": (3 if has_bias else 2, heads, pad_count(rows * tiles)),
         "tiles": (rows_at_once, heads, pad_count(states_at_once), head_size, state_size),
         "segments": (rows, heads, pad_count(borders), head_size, state_size),
@@ -403,7 +403,8 @@ class Builder:
     def finish_dt(self) -> Step:
         config, steps = self.config, self.problem.steps
         has_bias, softplus, dt_min, dt_max = steps or (False, False, 0.0, 0.0)
-        flags = (self.has_d, self.ragged, steps is not None, has_bias, softplus, self.fused)
+        parts = _tiles.OVERLAP_PARTS if self.paired else 1
+        flags = (self.has_d, self.ragged, steps is not None, has_bias, softplus, self.fused, parts)
         grid = (self.batch * self.tiles * math.ceil(self.heads / config.rows_heads),)
         constants = (self.tiles, dt_min, dt_max, config.tile_tokens, TILE_P, config.rows_heads, flags)
         kernel = hinted(_decay.finish_dt, self.wide, (("occupancy", config.finish_occupancy),))

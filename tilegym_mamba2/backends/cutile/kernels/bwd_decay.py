@@ -107,15 +107,15 @@ def finish_dt(
 ):
     """Grid: (B · tiles · ceil(H / TILE_H),).
 
-    FLAGS: (HAS_D, RAGGED, STEPS, HAS_BIAS, SOFTPLUS, SHARES). a (H,), rows (4, B, H, ≥ tiles, L),
-    drows (5, B, H, ≥ tiles, L), overlap (B, H, ≥ tiles, TILE_P); writes ddt (B, T, H) and
+    FLAGS: (HAS_D, RAGGED, STEPS, HAS_BIAS, SOFTPLUS, SHARES, OVERLAP_PARTS). a (H,), rows (4, B, H, ≥ tiles, L),
+    drows (5, B, H, ≥ tiles, L), overlap (B, H, ≥ tiles, OVERLAP_PARTS · TILE_P); writes ddt (B, T, H) and
     partial (2 or 3, H, ≥ B · tiles), a tile's share of da, if HAS_D of dd, and if HAS_BIAS of ddt_bias.
 
     STEPS: rows have dt as used, made of dt (B, T, H) by dt_bias (H,), if HAS_BIAS, softplus, if SOFTPLUS, and
     limits. SHARES: drows (B, H, ≥ tiles,
     NUM_SHARES · L) is that of `compute_gradients`. RAGGED: `tiles` (tiles, 4) says which tokens a tile has; scratch arrays have a batch of 1.
     """
-    HAS_D, RAGGED, STEPS, HAS_BIAS, SOFTPLUS, SHARES = FLAGS
+    HAS_D, RAGGED, STEPS, HAS_BIAS, SOFTPLUS, SHARES, OVERLAP_PARTS = FLAGS
     batch, head_tile, tile = decode(num_tiles, ct.num_tiles(a, axis=0, shape=(TILE_H,)))
     index, shape = (batch, head_tile, tile), (TILE_H, L)
     at, count = tile, ddt.shape[1] - tile * L
@@ -132,8 +132,11 @@ def finish_dt(
                 store_part(partial, PART_DBIAS, head_tile, column, nothing)
             return
         dt, ddt = window(dt, token_row, start, stop), window(ddt, token_row, start, stop)
-    states = ct.load(overlap, (batch, head_tile, tile, 0), (1, TILE_H, 1, TILE_P), padding_mode=_ZERO)
-    across = ct.sum(states.reshape((TILE_H, TILE_P)), axis=1, keepdims=True)
+    # First, and part by part: nothing spills.
+    across = ct.zeros((TILE_H, 1), ct.float32)
+    for part in range(OVERLAP_PARTS):
+        states = ct.load(overlap, (batch, head_tile, tile, part), (1, TILE_H, 1, TILE_P), padding_mode=_ZERO)
+        across = across + ct.sum(states.reshape((TILE_H, TILE_P)), axis=1, keepdims=True)
     rate = ct.load(a, (head_tile,), (TILE_H,), padding_mode=_ZERO).astype(ct.float32)[:, None]
     if SHARES:
         felt = load_sum(drows, SHARES_LATER, 4, index, shape) + load_sum(drows, SHARES_EARLIER, 2, index, shape)

@@ -10,6 +10,7 @@ import cuda.tile as ct
 
 from .bwd_pairs import paired_gradients, partner_of, slot_of_tile
 from .bwd_tiles import (
+    OVERLAP_OF_PAIR,
     SHARES_CARRIED,
     SHARES_DIRECT,
     SHARES_EARLIER,
@@ -80,8 +81,8 @@ def compute_gradients(
     (B, H, ≥ tiles, NUM_SHARES · L) and overlap (B, H, ≥ tiles, TILE_P), which add up to what `compute_dx`
     writes, and db, dc (B, T, G · parts, N).
 
-    PAIRED: states are saved for pairs of tiles, the first tile asked for (RAGGED: of a slot) begins one;
-    see `bwd_pairs`.
+    PAIRED: states are saved for pairs of tiles, the first tile asked for (RAGGED: of a slot) begins one, and
+    a row of overlap has OVERLAP_PARTS times as many numbers; see `bwd_pairs`.
     """
     SKIP, RAGGED, PAIRED = FLAGS
     heads_per_group, heads_per_block = sizes[1], sizes[2]
@@ -170,7 +171,7 @@ def compute_gradients(
         if SKIP == SKIP_PER_HEAD:
             store_shares(drows, SHARES_SKIP, index, shares(halves(ct.where(diagonal, dweights_t, 0.0))))
         across = halves(ct.where(on_trace, both, 0.0)) * last_of_row(rows_tile, ROW_EXP_G)
-        store_overlap(overlap, index, shares(across))
+        store_overlap(overlap, index, OVERLAP_OF_PAIR, shares(across))
         store_tokens(dx, (batch, at, head, 0), du * dt + dy_wide * skip, LATENCY)
 
     db_tile = product(dscores_t, c_tile, db_tile, PRECISION)

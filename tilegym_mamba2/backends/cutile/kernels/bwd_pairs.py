@@ -19,6 +19,8 @@ No state is rounded but the saved ones: da of the publication's inputs is off by
 import cuda.tile as ct
 
 from .bwd_tiles import (
+    OVERLAP_OF_PAIR,
+    OVERLAP_OF_PARTNER,
     SHARES_CARRIED,
     SHARES_DIRECT,
     SHARES_EARLIER,
@@ -126,16 +128,14 @@ def paired_gradients(arrays, place, heads, options, FIRST):
         else:
             far_weight = row(far_rows, ROW_STATE_WEIGHT)[None, :]
             far_head = load_tokens(x, (batch, far_at, head, 0), (L, TILE_P), LATENCY)
-        both = product_of_loaded(entry, dexit.transpose(), zeros, PRECISION)
-        across = halves(ct.where(diagonal, both, 0.0)) * (last_of_row(rows_tile, ROW_EXP_G) * far_decay)
         if FIRST:
             felt = product_of_loaded(x_tile, far_head.transpose(), zeros, PRECISION) * weight * far_weight
             dfar_scores = dfar_scores + felt
         if FIRST:
             x_weighted = x_wide * (weight * far_decay)
             v = product(b_tile, dexit.transpose(), none, PRECISION)
-            across = across + halves(x_weighted * v) * exists
-            store_overlap(overlap, far_index, shares(across))
+            carried = halves(x_weighted * v) * exists
+            store_overlap(overlap, far_index, OVERLAP_OF_PARTNER, shares(carried))
             v = v * far_decay
         else:
             x_weighted = x_wide * weight
@@ -160,6 +160,11 @@ def paired_gradients(arrays, place, heads, options, FIRST):
         if SKIP == SKIP_PER_HEAD:
             on_diagonal = ct.where(diagonal, dweights_t, 0.0)
             store_shares(drows, SHARES_SKIP, index, shares(halves(on_diagonal)))
+        if not FIRST:
+            felt = product_of_loaded(dy_tile, far_head.transpose(), zeros, PRECISION)
+            felt = felt * since_entry * far_weight
+            dfar_scores = dfar_scores + felt
+            far_felt = halves(felt * far_scores)
         if FIRST:
             dy_since_pair = dy_wide * since_entry
         else:
@@ -170,17 +175,18 @@ def paired_gradients(arrays, place, heads, options, FIRST):
         else:
             from_entry = product(c_tile, entry.transpose(), none, PRECISION)
             inter = halves(dy_since_pair * from_entry)
-            store_overlap(overlap, far_index, shares(across + inter))
+            store_overlap(overlap, far_index, OVERLAP_OF_PARTNER, shares(inter))
         dc_tile = product(dy_since_pair, entry, dc_tile, PRECISION)
-        if not FIRST:
-            felt = product_of_loaded(dy_tile, far_head.transpose(), zeros, PRECISION)
-            felt = felt * since_entry * far_weight
-            dfar_scores = dfar_scores + felt
-            far_felt = halves(felt * far_scores)
         if FIRST:
             store_shares(drows, SHARES_EARLIER, index, inter - moved)
         else:
             store_shares(drows, SHARES_EARLIER, index, inter + far_felt - moved)
+        if FIRST:
+            overlap_t = product_of_loaded(entry, dexit.transpose(), zeros, PRECISION)
+            both = halves(ct.where(diagonal, overlap_t, 0.0)) * (last_of_row(rows_tile, ROW_EXP_G) * far_decay)
+            both = shares(both)
+            store_overlap(overlap, index, OVERLAP_OF_PAIR, both)
+            store_overlap(overlap, far_index, OVERLAP_OF_PAIR, both)
 
     db_tile = product(dscores_t, c_tile, db_tile, PRECISION)
     dc_tile = product(dscores_t.transpose(), b_tile, dc_tile, PRECISION)

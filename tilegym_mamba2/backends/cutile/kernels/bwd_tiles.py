@@ -12,6 +12,10 @@ from .tiles import load_scalar
 SHARES_LATER, SHARES_CARRIED, SHARES_DIRECT, SHARES_EARLIER, SHARES_SKIP = 0, 2, 3, 4, 10
 NUM_SHARES = 11
 
+# Parts of a row of `overlap`, TILE_P numbers each.
+OVERLAP_PARTS = 2
+OVERLAP_OF_PAIR, OVERLAP_OF_PARTNER = 0, 1
+
 # Columns of the `tiles` array of ragged sequences, see `bwd_ragged`.
 TILE_ROW, TILE_START, TILE_STOP, TILE_SLOT = 0, 1, 2, 3
 
@@ -61,9 +65,9 @@ def quarters(values):
     return ct.sum(values.reshape((4, rows // 4, columns)), axis=1).transpose()
 
 
-def store_overlap(overlap, index, values):
+def store_overlap(overlap, index, part, values):
     """`index`: (batch, head, tile)."""
-    ct.store(overlap, (*index, 0), values.reshape((1, 1, 1, values.shape[0])))
+    ct.store(overlap, (*index, part), values.reshape((1, 1, 1, values.shape[0])))
 
 
 def load_skip_row(d_skip, head, p_tile, kind, width):
