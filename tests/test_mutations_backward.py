@@ -109,8 +109,8 @@ MUTATIONS_OF_ONE_KERNEL = {
     ),
     "the states' overlap does not decay": (
         "bwd_gradients",
-        "both = both * last_of_row(rows_tile, ROW_EXP_G)",
-        "both = both * 1.0",
+        "0.0)) * last_of_row(rows_tile, ROW_EXP_G)",
+        "0.0)) * 1.0",
     ),
     "the last head of a group is left out": (
         "bwd_gradients",
@@ -147,16 +147,23 @@ MUTATIONS_OF_PAIRS = {
     ),
     "the second tile's tokens feel no pairs": (
         "bwd_pairs",
-        "earlier = earlier + felt * far_scores",
+        "earlier = earlier + halves(felt * far_scores)",
         "earlier = earlier",
     ),
-    "the partner's states do not overlap": ("bwd_pairs", "(weight * exists))", "(weight * 0.0))"),
+    "the partner's states do not overlap": ("bwd_pairs", "shares(carried * exists)", "shares(carried * 0.0)"),
     "only one of a pair knows the overlap": (
         "bwd_pairs",
         "store_overlap(overlap, far_index, OVERLAP_OF_PAIR, both)",
         "store_overlap(overlap, far_index, OVERLAP_OF_PAIR, both * 0.0)",
     ),
     "half of the overlap is summed": ("bwd_decay", "range(OVERLAP_PARTS)", "range(1)"),
+    "one share of a sum is left out": (
+        "bwd_decay",
+        "ct.static_iter(range(count))",
+        "ct.static_iter(range(count - 1))",
+    ),
+    "a sum's shares are those of other sums": ("bwd_decay", "count * which + share", "which + share"),
+    "half of what is carried is left out": ("bwd_decay", "row + shape[1] + late", "row + late"),
 }
 # Importers come after what they import, to see its mutant.
 MODULES = ("bwd_tiles", "bwd_states", "bwd_tokens", "bwd_groups", "bwd_pairs", "bwd_gradients", "bwd_decay")
@@ -164,7 +171,7 @@ HOST_NAMES = {
     "bwd_states": "_states",
     "bwd_tokens": "_tokens",
     "bwd_groups": "_groups",
-    "bwd_pairs": "_pairs",
+    "bwd_tiles": "_tiles",
     "bwd_gradients": "_gradients",
     "bwd_decay": "_decay",
 }

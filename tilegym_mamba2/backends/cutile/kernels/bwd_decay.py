@@ -60,7 +60,7 @@ def load_sum(drows, which, count, index, shape):
     return total
 
 
-def before_each(drows, SHARES, index, shape):
+def load_before(drows, SHARES, index, shape):
     """(TILE_H, L) of CARRIED, read one token late, so that nothing has to be taken off the sum again."""
     batch, head_tile, tile = index
     heads = (head_tile * shape[0] + ct.arange(shape[0], dtype=ct.int32))[:, None]
@@ -107,13 +107,14 @@ def finish_dt(
 ):
     """Grid: (B · tiles · ceil(H / TILE_H),).
 
-    FLAGS: (HAS_D, RAGGED, STEPS, HAS_BIAS, SOFTPLUS, SHARES, OVERLAP_PARTS). a (H,), rows (4, B, H, ≥ tiles, L),
-    drows (5, B, H, ≥ tiles, L), overlap (B, H, ≥ tiles, OVERLAP_PARTS · TILE_P); writes ddt (B, T, H) and
-    partial (2 or 3, H, ≥ B · tiles), a tile's share of da, if HAS_D of dd, and if HAS_BIAS of ddt_bias.
+    FLAGS: (HAS_D, RAGGED, STEPS, HAS_BIAS, SOFTPLUS, SHARES, OVERLAP_PARTS). a (H,), rows
+    (4, B, H, ≥ tiles, L), drows (5, B, H, ≥ tiles, L), overlap (B, H, ≥ tiles, OVERLAP_PARTS · TILE_P);
+    writes ddt (B, T, H) and partial (2 or 3, H, ≥ B · tiles), a tile's share of da, if HAS_D of dd, and if
+    HAS_BIAS of ddt_bias.
 
     STEPS: rows have dt as used, made of dt (B, T, H) by dt_bias (H,), if HAS_BIAS, softplus, if SOFTPLUS, and
-    limits. SHARES: drows (B, H, ≥ tiles,
-    NUM_SHARES · L) is that of `compute_gradients`. RAGGED: `tiles` (tiles, 4) says which tokens a tile has; scratch arrays have a batch of 1.
+    limits. RAGGED: `tiles` (tiles, 4) says which tokens a tile has; scratch arrays have a batch of 1. SHARES:
+    drows (B, H, ≥ tiles, NUM_SHARES · L) is that of `compute_gradients`.
     """
     HAS_D, RAGGED, STEPS, HAS_BIAS, SOFTPLUS, SHARES, OVERLAP_PARTS = FLAGS
     batch, head_tile, tile = decode(num_tiles, ct.num_tiles(a, axis=0, shape=(TILE_H,)))
@@ -139,13 +140,14 @@ def finish_dt(
         across = across + ct.sum(states.reshape((TILE_H, TILE_P)), axis=1, keepdims=True)
     rate = ct.load(a, (head_tile,), (TILE_H,), padding_mode=_ZERO).astype(ct.float32)[:, None]
     if SHARES:
-        felt = load_sum(drows, SHARES_LATER, 4, index, shape) + load_sum(drows, SHARES_EARLIER, 2, index, shape)
+        felt = load_sum(drows, SHARES_LATER, 4, index, shape)
+        felt = felt + load_sum(drows, SHARES_EARLIER, 2, index, shape)
         direct = load_sum(drows, SHARES_DIRECT, 2, index, shape)
     else:
         felt = load_row_of_heads(drows, DROW_LATER, index, shape)
         felt = felt + load_row_of_heads(drows, DROW_EARLIER, index, shape)
         direct = load_row_of_heads(drows, DROW_DIRECT, index, shape)
-    before = before_each(drows, SHARES, index, shape)
+    before = load_before(drows, SHARES, index, shape)
     dt_used = load_row_of_heads(rows, ROW_DT, index, shape)
     tokens = ct.arange(L, dtype=ct.int32)[None, :]
     moved = ct.cumsum(felt, axis=1, reverse=True) + ct.cumsum(before, axis=1) + across

@@ -2,8 +2,9 @@
 
 The formulas are theirs, see `bwd_tokens` and `bwd_groups`. A block takes the heads of a group one after the
 other; the sums of dB, dC and dS stay in registers, which takes 8 warps, so one block fills a multiprocessor:
-259 µs against 161 + 120 for the published benchmark on an H200. The products come first, in a row: 267 µs
-with each where its result is used.
+259 µs against 161 + 120 for the published benchmark on an H200, when sums per token still took 18 barriers a
+head, not 2, see `halves`. Each product comes where its result is used: at N 256 176 bytes spill, and 528 with
+the products first.
 """
 
 import cuda.tile as ct
@@ -149,30 +150,32 @@ def compute_gradients(
 
         index = (batch, head, tile)
         none = ct.zeros((L, TILE_P), ct.float32)
-        dweights_t = product_of_loaded(x_tile, dy_tile.transpose(), zeros, PRECISION)
-        v = product(b_tile, dexit.transpose(), none, PRECISION) * until_exit
-        from_entry = product(c_tile, entry.transpose(), none, PRECISION)
         x_wide, dy_wide = x_tile.astype(ct.float32), dy_tile.astype(ct.float32)
+        from_entry = product(c_tile, entry.transpose(), none, PRECISION)
         dy_since_entry = dy_wide * since_entry
         decay = decay_t(g, tokens)
-        store_shares(drows, SHARES_CARRIED, index, halves(x_wide * v) * dt)
-        du = product(decay * scores_t, dy_tile, v, PRECISION)
-        db_tile = product(x_wide * row(rows_tile, ROW_STATE_WEIGHT)[:, None], dexit, db_tile, PRECISION)
+        inter = halves(dy_since_entry * from_entry)
         dc_tile = product(dy_since_entry, entry, dc_tile, PRECISION)
-        both = product_of_loaded(entry, dexit.transpose(), ct.zeros((TILE_P, TILE_P), ct.float32), PRECISION)
-
+        db_tile = product(x_wide * row(rows_tile, ROW_STATE_WEIGHT)[:, None], dexit, db_tile, PRECISION)
+        overlap_t = product_of_loaded(
+            entry, dexit.transpose(), ct.zeros((TILE_P, TILE_P), ct.float32), PRECISION
+        )
+        both = halves(ct.where(on_trace, overlap_t, 0.0)) * last_of_row(rows_tile, ROW_EXP_G)
+        store_overlap(overlap, index, OVERLAP_OF_PAIR, shares(both))
+        v = product(b_tile, dexit.transpose(), none, PRECISION) * until_exit
+        store_shares(drows, SHARES_CARRIED, index, halves(x_wide * v * dt))
+        du = product(decay * scores_t, dy_tile, v, PRECISION)
+        store_tokens(dx, (batch, at, head, 0), du * dt + dy_wide * skip, LATENCY)
+        store_shares(drows, SHARES_DIRECT, index, halves(x_wide * du))
+        dweights_t = product_of_loaded(x_tile, dy_tile.transpose(), zeros, PRECISION)
         felt_t = dweights_t * decay * dt
         dscores_t = dscores_t + felt_t
         moved_t = ct.where(diagonal, 0.0, felt_t * scores_t)
         store_shares(drows, SHARES_LATER, index, quarters(moved_t))
-        felt_here = halves(dy_since_entry * from_entry) - halves(moved_t)
-        store_shares(drows, SHARES_EARLIER, index, felt_here)
-        store_shares(drows, SHARES_DIRECT, index, halves(x_wide * du))
         if SKIP == SKIP_PER_HEAD:
-            store_shares(drows, SHARES_SKIP, index, shares(halves(ct.where(diagonal, dweights_t, 0.0))))
-        across = halves(ct.where(on_trace, both, 0.0)) * last_of_row(rows_tile, ROW_EXP_G)
-        store_overlap(overlap, index, OVERLAP_OF_PAIR, shares(across))
-        store_tokens(dx, (batch, at, head, 0), du * dt + dy_wide * skip, LATENCY)
+            on_diagonal = ct.where(diagonal, dweights_t, 0.0)
+            store_shares(drows, SHARES_SKIP, index, shares(halves(on_diagonal)))
+        store_shares(drows, SHARES_EARLIER, index, inter - halves(moved_t))
 
     db_tile = product(dscores_t, c_tile, db_tile, PRECISION)
     dc_tile = product(dscores_t.transpose(), b_tile, dc_tile, PRECISION)

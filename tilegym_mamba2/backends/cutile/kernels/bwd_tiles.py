@@ -7,8 +7,8 @@ from .scan_out import SKIP_PER_CHANNEL, SKIP_PER_HEAD
 from .scan_table import TILE, entry
 from .tiles import load_scalar
 
-# Rows of the `drows` array of `compute_gradients`: four for LATER, two each for CARRIED, DIRECT and EARLIER,
-# in units of as many, and one of shares of the sum of SKIP.
+# Rows of the `drows` array of `compute_gradients`, which adds them up no further than single warps can: four
+# for LATER, two each for CARRIED, DIRECT and EARLIER, in units of as many, and one whose sum is that of SKIP.
 SHARES_LATER, SHARES_CARRIED, SHARES_DIRECT, SHARES_EARLIER, SHARES_SKIP = 0, 2, 3, 4, 10
 NUM_SHARES = 11
 
@@ -41,21 +41,24 @@ def store_row(rows, which, index, values):
 def halves(values):
     """(rows, 2): sums along the halves of each row of (L, L or TILE_P) values.
 
-    Of the sum of a product of 8 warps a group of 4 holds one half, and none waits for another: a sum of all
-    columns takes three barriers.
+    Of a product of 8 warps four hold the left half and four the right one, 16 rows each. So no warp waits for
+    another; a sum along the whole row takes three barriers.
     """
     rows, columns = values.shape
     return ct.sum(values.reshape((rows, 2, columns // 2)), axis=2)
 
 
 def shares(sums):
-    """(rows, 1): what to add up for the sum of all `halves`, half as many numbers; each thread has two of them."""
+    """(rows, 1): what adds up to the sum of all `halves`: two that one thread holds make one."""
     rows = sums.shape[0]
     return ct.sum(sums.reshape((rows // 16, 2, 8, 2)), axis=1).reshape((rows, 1))
 
 
 def store_shares(drows, which, index, sums):
-    """Stores (rows, count) sums as that many rows of L, from row count·which on; `index`: (batch, head, tile)."""
+    """Stores (L, count) sums as that many rows of a (B, H, tiles, rows · L) array, from row count·which on.
+
+    `index`: (batch, head, tile). So one address serves all rows of a tile.
+    """
     ct.store(drows, (*index, which), sums.transpose().reshape((1, 1, 1, sums.shape[0] * sums.shape[1])))
 
 
