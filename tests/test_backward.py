@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tilegym_mamba2 import interpreter, mamba2_chunk_backward, registry
 from tilegym_mamba2.backends.cutile import aligned, backward
 from tilegym_mamba2.backends.cutile.backward_config import BackwardConfig
+from tilegym_mamba2.backends.cutile.forward import pad_count
 from tilegym_mamba2.budgets import check
 from tilegym_mamba2.spec import SPECS, Mamba2ProblemSpec
 
@@ -231,6 +232,94 @@ def test_rate_after_tokens_that_forget_everything(device: str, step: float) -> N
     got = gradients(inputs, needed=(True,) * 4 + (False, True, False))
     for name, index in (("da", 1), ("ddt", 5)):
         assert (got[name] - expected[index]).norm() <= 2e-5 * expected[index].norm()
+
+
+# ---- states saved for pairs of tiles
+
+PAIRS = replace(SPECS["bf16-slow"], num_heads=2, num_groups=1, head_size=16, state_size=32)
+TWO_TILES = {"max_segment_tiles": 2, "min_segment_tiles": 2}
+
+
+@every_place
+@pytest.mark.parametrize("tokens", [1, 64, 65, 128, 129, 190, 320])
+@pytest.mark.parametrize("sizes", [{}, {"batch_size": 1, "num_heads": 16, "num_groups": 2}], ids=["", "16"])
+def test_pairs_of_tiles(device: str, tokens: int, sizes: dict[str, int]) -> None:
+    spec = replace(PAIRS, num_tokens=tokens, **sizes)
+    inputs = sample(spec, device)
+    for config in (BackwardConfig(), replace(BackwardConfig(), **TWO_TILES)):
+        with BackwardConfig.override(config):
+            assert_right(spec, gradients(inputs), inputs)
+            silent = {"init_state": None, "dfinal_state": None}
+            some = gradients(inputs, (True,) * 6 + (False,), **silent)
+        with BackwardConfig.override(replace(config, paired=False)):
+            expected = gradients(inputs, (True,) * 6 + (False,), **silent)
+        for name in ("dx", "db", "dc", "ddt", "da"):
+            off = (some[name].float() - expected[name].float()).norm()
+            assert off <= 0.02 * expected[name].float().norm(), name
+
+
+def test_pairs_keep_half_of_the_states() -> None:
+    inputs = sample(replace(PAIRS, num_tokens=640), "cpu")
+    tiles = {}
+    for paired in (True, False):
+        backward._plans.clear()
+        with BackwardConfig.override(replace(BackwardConfig(), paired=paired)):
+            gradients(inputs)
+        (plan,) = backward._plans.values()
+        tiles[paired] = plan.shapes["tiles"][2]
+    assert tiles == {True: pad_count(5), False: pad_count(10)}
+
+
+@every_place
+def test_pieces_of_pairs_change_no_bit(device: str) -> None:
+    # Five tiles: the last piece has one alone.
+    inputs = sample(replace(PAIRS, num_tokens=290), device)
+    with BackwardConfig.override(replace(BackwardConfig(), **TWO_TILES)):
+        expected = gradients(inputs)
+    for lanes in (1, 2):
+        with BackwardConfig.override(replace(BackwardConfig(), **TWO_TILES, piece_blocks=1, lanes=lanes)):
+            assert same(gradients(inputs), expected)
+
+
+@every_place
+@pytest.mark.parametrize("tokens", [64, 150, 192, 300])
+def test_a_tile_alone_takes_up_nothing_of_another_row(device: str, tokens: int) -> None:
+    inputs = sample(replace(PAIRS, num_tokens=tokens), device)
+    expected = gradients(inputs)
+    for row in (0, 1):
+        changes = {name: inputs[name].clone() for name in ("x", "b", "c", "dt", "dout", "init_state")}
+        for tensor in changes.values():
+            tensor[row] = float("nan")
+        found = gradients(inputs, **changes)
+        for name in ("dx", "db", "dc", "ddt", "dinit_state"):
+            assert torch.equal(found[name][1 - row], expected[name][1 - row])
+
+
+@every_place
+def test_what_no_earlier_tile_feels_is_felt_by_none(device: str) -> None:
+    # Causality: a gradient dout that is not a number reaches its own tile and those before it, x those after.
+    inputs = sample(replace(PAIRS, num_tokens=310), device)
+    expected = gradients(inputs)
+    dout, x = inputs["dout"].clone(), inputs["x"].clone()
+    dout[:, 130] = float("nan")
+    x[:, 130] = float("nan")
+    found = gradients(inputs, dout=dout)
+    assert torch.equal(found["dx"][:, 192:], expected["dx"][:, 192:])
+    assert torch.equal(found["db"][:, 192:], expected["db"][:, 192:])
+    assert torch.equal(gradients(inputs, x=x)["dc"][:, :128], expected["dc"][:, :128])
+
+
+@every_place
+@pytest.mark.parametrize("tokens", [100, 180, 330])
+def test_pairs_read_no_unwritten_scratch(device: str, tokens: int) -> None:
+    inputs = sample(replace(PAIRS, num_tokens=tokens), device)
+    torch.use_deterministic_algorithms(True)
+    try:
+        results = gradients(inputs)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not any(result.isnan().any() for result in results.values())
+    assert same(results, gradients(inputs))
 
 
 # ---- rows that the copy engine cannot load

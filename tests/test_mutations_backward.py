@@ -19,6 +19,9 @@ ARGUMENTS = ("x", "a", "b", "c", "d", "dt", "init_state", "dout", "dfinal_state"
 # Segments of three and two tiles of 32 tokens, the last one short; two groups of two heads; P ≠ N.
 SPEC = replace(SPECS["fp32-slow"], batch_size=1, num_tokens=150, head_size=16, state_size=32)
 SPEC_OF_ONE_KERNEL = replace(SPEC, dtype=torch.bfloat16)
+# A segment of four tiles of 64 tokens, and a fifth alone.
+SPEC_OF_PAIRS = replace(SPEC_OF_ONE_KERNEL, num_tokens=318, seed=1)
+CONFIG_OF_PAIRS = BackwardConfig(min_segment_tiles=4, segment_blocks=10**4, piece_blocks=1)
 CONFIG = BackwardConfig(tile_tokens=32, min_segment_tiles=2, segment_blocks=10**4, piece_blocks=1)
 
 # name: (module of the kernel, what its source says, what it says instead, in which module)
@@ -106,8 +109,8 @@ MUTATIONS_OF_ONE_KERNEL = {
     ),
     "the states' overlap does not decay": (
         "bwd_gradients",
-        "both = both * last_of_row(rows_tile, ROW_EXP_G)",
-        "both = both * 1.0",
+        "0.0)) * last_of_row(rows_tile, ROW_EXP_G)",
+        "0.0)) * 1.0",
     ),
     "the last head of a group is left out": (
         "bwd_gradients",
@@ -115,12 +118,60 @@ MUTATIONS_OF_ONE_KERNEL = {
         "for k in range(count - 1):",
     ),
 }
+# Of that kernel's tiles in pairs.
+MUTATIONS_OF_PAIRS = {
+    "a pair's second tile saves its states": ("bwd_states", "(k + 1) % EVERY == 0", "k % EVERY == 0"),
+    "the last of the saved gradients is left out": ("bwd_states", "(k == 0) | ", "(k < 0) | "),
+    "a tile without a partner has one": ("bwd_pairs", "ct.where(exists, 1.0, 0.0)", "1.0"),
+    "the partner is the next tile": ("bwd_pairs", "ct.where(exists, other, number)", "number + 1"),
+    "the partner's decay is forgotten": (
+        "bwd_pairs",
+        "far_decay = last_of_row(far_rows, ROW_EXP_G)",
+        "far_decay = 1.0",
+    ),
+    "a decay without a partner": ("bwd_pairs", "ct.where(exists > 0.0, far_decay, 1.0)", "far_decay"),
+    "v forgets the partner's tokens": (
+        "bwd_pairs",
+        "v = product(far_weight * far_scores, far_head, v, PRECISION)",
+        "v = v",
+    ),
+    "db forgets the partner's tokens": (
+        "bwd_pairs",
+        "product(dfar_scores, far_tile, db_tile, PRECISION)",
+        "db_tile",
+    ),
+    "dc forgets the partner's tokens": (
+        "bwd_pairs",
+        "product(dfar_scores, far_tile, dc_tile, PRECISION)",
+        "dc_tile",
+    ),
+    "the second tile's tokens feel no pairs": (
+        "bwd_pairs",
+        "earlier = earlier + halves(felt * far_scores)",
+        "earlier = earlier",
+    ),
+    "the partner's states do not overlap": ("bwd_pairs", "shares(carried * exists)", "shares(carried * 0.0)"),
+    "only one of a pair knows the overlap": (
+        "bwd_pairs",
+        "store_overlap(overlap, far_index, OVERLAP_OF_PAIR, both)",
+        "store_overlap(overlap, far_index, OVERLAP_OF_PAIR, both * 0.0)",
+    ),
+    "half of the overlap is summed": ("bwd_decay", "range(OVERLAP_PARTS)", "range(1)"),
+    "one share of a sum is left out": (
+        "bwd_decay",
+        "ct.static_iter(range(count))",
+        "ct.static_iter(range(count - 1))",
+    ),
+    "a sum's shares are those of other sums": ("bwd_decay", "count * which + share", "which + share"),
+    "half of what is carried is left out": ("bwd_decay", "row + shape[1] + late", "row + late"),
+}
 # Importers come after what they import, to see its mutant.
-MODULES = ("bwd_tiles", "bwd_states", "bwd_tokens", "bwd_groups", "bwd_gradients", "bwd_decay")
+MODULES = ("bwd_tiles", "bwd_states", "bwd_tokens", "bwd_groups", "bwd_pairs", "bwd_gradients", "bwd_decay")
 HOST_NAMES = {
     "bwd_states": "_states",
     "bwd_tokens": "_tokens",
     "bwd_groups": "_groups",
+    "bwd_tiles": "_tiles",
     "bwd_gradients": "_gradients",
     "bwd_decay": "_decay",
 }
@@ -131,13 +182,13 @@ def problem(spec: Mamba2ProblemSpec) -> dict[str, Any]:
     return spec.get_sample_inputs(device="cpu")
 
 
-def broken_outputs(spec: Mamba2ProblemSpec = SPEC) -> list[str]:
+def broken_outputs(spec: Mamba2ProblemSpec = SPEC, config: BackwardConfig = CONFIG) -> list[str]:
     """The gradients that miss their budget; an error of the interpreter counts as all."""
     inputs = problem(spec)
     backward._plans.clear()
     entry = registry.ops()[OP]
     try:
-        with interpreter.interpret(), BackwardConfig.override(CONFIG):
+        with interpreter.interpret(), BackwardConfig.override(config):
             results = backward.mamba2_chunk_backward(*(inputs[name] for name in ARGUMENTS))
     except interpreter.InterpreterError:
         return list(entry.outputs)
@@ -151,6 +202,16 @@ def broken_outputs(spec: Mamba2ProblemSpec = SPEC) -> list[str]:
 @pytest.mark.parametrize("spec", [SPEC, SPEC_OF_ONE_KERNEL], ids=["fp32", "bf16"])
 def test_whole_kernels_keep_their_budgets(spec: Mamba2ProblemSpec) -> None:
     assert broken_outputs(spec) == []
+
+
+def test_whole_kernels_keep_their_budgets_in_pairs() -> None:
+    assert broken_outputs(SPEC_OF_PAIRS, CONFIG_OF_PAIRS) == []
+
+
+@pytest.mark.parametrize("name", MUTATIONS_OF_PAIRS)
+def test_broken_pairs_are_caught(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    mutate(monkeypatch, backward_plan, MODULES, HOST_NAMES, MUTATIONS_OF_PAIRS[name])
+    assert broken_outputs(SPEC_OF_PAIRS, CONFIG_OF_PAIRS)
 
 
 @pytest.mark.parametrize("name", MUTATIONS)

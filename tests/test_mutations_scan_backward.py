@@ -51,7 +51,7 @@ MUTATIONS = {
     "the slope is that without the bias": ("bwd_decay", "slope(given + bias,", "slope(given,"),
     "a tile without tokens has a share": ("bwd_decay", "if count <= 0:", "if count < 0:"),
     "tiles of other pieces are done too": ("bwd_tiles", "ct.where(asked_for,", "ct.where(slot >= 0,"),
-    "all pieces are the first": ("bwd_tiles", "entry(table, first_slot, TILE)", "0 * first_slot"),
+    "all pieces are the first": ("bwd_tiles", "entry(table, first_slot, TILE) +", "0 * first_slot +"),
     "borders keep what arrives": ("bwd_states", "(*options, True))", "(*options, False))"),
     "a sequence ends without dfinal_state": (
         "bwd_states",

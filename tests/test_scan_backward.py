@@ -162,6 +162,48 @@ def test_16_bit_inputs(device: str, layout: str, dtype: torch.dtype, d: str) -> 
         assert_right(gradients(values, dout, dfinal), values, expected, dtype)
 
 
+# With tiles of 64 tokens, of which two share states: one to six in a sequence.
+LONG = (0, 1, 64, 65, 0, 130, 200, 321)
+IN_PAIRS = {
+    "plain": replace(ALL, batch=2, tokens=321),
+    "packed": replace(PACKED, tokens=sum(LONG) + 40, lengths=LONG),
+    "padded": replace(PADDED, batch=len(LONG), tokens=330, row_lengths=LONG),
+}
+
+
+@every_place
+@every_layout
+@pytest.mark.parametrize("tiles", [2, 4])
+def test_pairs_of_tiles(device: str, layout: str, tiles: int) -> None:
+    values, dout, dfinal, expected = problem(IN_PAIRS[layout], torch.bfloat16, device)
+    segments = {"min_segment_tiles": tiles, "max_segment_tiles": tiles}
+    with configured(**segments):
+        whole = gradients(values, dout, dfinal)
+    assert_right(whole, values, expected, torch.bfloat16)
+    for lanes in (1, 2):
+        with configured(**segments, piece_blocks=8, lanes=lanes):
+            assert same(gradients(values, dout, dfinal), whole)
+
+
+@every_place
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_a_pair_is_of_one_sequence(device: str, layout: str) -> None:
+    values, dout, dfinal, _ = problem(IN_PAIRS[layout], torch.bfloat16, device)
+    with configured():
+        whole = gradients(values, dout, dfinal)
+        for sequence in (3, 7):
+            length, start = LONG[sequence], sum(LONG[:sequence])
+            index = (0, slice(start, start + length)) if layout == "packed" else (sequence, slice(0, length))
+            broken = {name: values[name].clone() for name in PER_TOKEN}
+            for tensor in broken.values():
+                tensor[index] = float("nan")
+            found = gradients(values | broken, dout, dfinal)
+            for name in PER_TOKEN:
+                others = torch.ones(whole[name].shape[:2], dtype=torch.bool, device=device)
+                others[index] = False
+                assert torch.equal(found[name][others], whole[name][others])
+
+
 @settings(max_examples=50, derandomize=True, database=None)
 @given(shapes(90), st.sampled_from(["tiles of 32", "short segments", "in pieces"]), st.integers(0, 2**20))
 def test_random_problems(shape: Shape, config: str, seed: int) -> None:

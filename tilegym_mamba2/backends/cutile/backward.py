@@ -5,7 +5,7 @@
     chunk_rows                         what the decay contributes, per token
     segment_borders, pass_borders      the state H at the entry of every segment, the gradient dH' at its exit
     then, for some segments at a time:
-        tile_states                    H at the entry and dH' at the exit of every tile
+        tile_states                    H at the entry and dH' at the exit of every tile, or pair of tiles
         compute_dx                     dx, and sums per token
         compute_dbc                    db, dc, summed over the heads of a group
         compute_gradients              instead of the two, where a head's state is one tile
@@ -17,7 +17,8 @@ gradients are the same bits in every run. Copies that are made: x, b, c or dout 
 contiguous, a dout that repeats elements, and all token arrays where the rows of one are no multiple of 16
 bytes, see `aligned`. Scratch: two states (P, N) for every tile and head of the segments at hand, in bfloat16
 for bfloat16 inputs, else float32 (at P 64, N 128 at most 537 MB, or 805 where that is enough for all segments
-at once, however long the sequence); 36 bytes a token and head; two float32 states a segment and head; and
+at once, however long the sequence; in `compute_gradients` up to N 128 for every second tile, half of that);
+36 bytes a token and head, 68 in `compute_gradients`; two float32 states a segment and head; and
 where a group of many heads is cut in parts, db and dc in float32 for each part.
 """
 
@@ -237,7 +238,7 @@ class Run:
         of_tokens, of_groups, tokens_written, groups_written = (), (), {}, {}
         if plan.finish_dt is not None:
             dx = piece.of(results["x"])
-            of_tokens = (dx, piece.of(self.drows, 1), piece.of(self.overlap))
+            of_tokens = (dx, piece.of(self.drows, self.drows.dim() - 4), piece.of(self.overlap))
             tokens_written = {"dx": dx}
         if plan.for_groups:
             of_groups = (piece.of(self.db), piece.of(self.dc))

@@ -21,8 +21,8 @@ from .tuning import arch_of
 class BackwardConfig:
     """One configuration of the backward's kernels.
 
-    The result depends on `tile_tokens`, the segments, `part_blocks`, `group_tile_n_max` and `weigh_last`; the
-    rest only moves time and memory.
+    The result depends on `tile_tokens`, the segments, `part_blocks`, `group_tile_n_max`, `weigh_last` and
+    `paired`; the rest only moves time and memory.
     """
 
     tile_tokens: int = 64
@@ -30,10 +30,12 @@ class BackwardConfig:
     segment_blocks: int = 64
     min_segment_tiles: int = 4
     max_segment_tiles: int = 32
-    # How many blocks walk at a time: a bound on the states in memory, 268 MB at P 64, N 128 in bfloat16 (half
-    # as much again where one time is enough for all), for each lane. Every launch costs some 5 us of blocks
-    # that end and begin: half as many took 4 % longer.
+    # How many blocks walk at a time. With max_segment_tiles it bounds the states in memory of each lane, to
+    # 134 MB at P 64, N 128 in bfloat16, twice that unless `paired`. Every launch costs some 5 us of blocks
+    # that end and begin.
     piece_blocks: int = 256
+    # Where it takes at most so many times that memory, all walk at once, else in two pieces or more.
+    at_once: float = 1.5
     # How many pieces run side by side, so that one fills the multiprocessors that another leaves idle: N 512
     # 1763 to 1650 us, N 256 921 to 890; three lanes are no faster.
     lanes: int = 2
@@ -63,6 +65,8 @@ class BackwardConfig:
     # Up to this N, and P 64, one kernel computes all gradients in bfloat16. 0: never.
     fused_tile_n_max: int = 128
     fused_latency: int = 3
+    # `compute_gradients` is given the states of pairs of tiles: half the memory. See `bwd_pairs`.
+    paired: bool = True
     sum_tile: int = 256
     # dd (H, P): tiles of tokens that a block sums up, and how many of those sums at a time.
     skip_tiles: int = 16
@@ -80,15 +84,17 @@ class BackwardConfig:
         """The same for that many packed sequences: segments much longer than those would mostly be empty."""
         return min(wanted, max(self.min_segment_tiles, 2 * math.ceil(tiles / sequences)))
 
-    def piece(self, batch: int, segments: int, blocks: int) -> tuple[int, int]:
+    def piece(self, batch: int, segments: int, blocks: int, tiles: int) -> tuple[int, int]:
         """(batch rows, segments) whose tiles' states are in memory at a time.
 
-        blocks: those that walk one segment of one batch row. Moves time and memory only.
+        blocks: those that walk one segment of one batch row, of so many tiles. Moves time and memory only.
         """
-        if batch * segments * blocks <= self.piece_blocks * 3 // 2:
+        wanted = batch * segments * blocks
+        if wanted * tiles <= self.piece_blocks * self.max_segment_tiles * self.at_once:
             return batch, segments
-        rows = max(1, min(batch, self.piece_blocks // blocks))
-        wanted = max(1, self.piece_blocks // (rows * blocks))
+        most = self._most(wanted, self.piece_blocks)
+        rows = max(1, min(batch, most // blocks))
+        wanted = max(1, most // (rows * blocks))
         # Pieces of equal size, as far as possible.
         return rows, math.ceil(segments / math.ceil(segments / wanted))
 
@@ -99,10 +105,16 @@ class BackwardConfig:
         blocks: those that walk one segment.
         """
         most = self.piece_blocks * self.max_segment_tiles
-        if tiles * blocks <= most * 3 // 2:
+        if tiles * blocks <= most * self.at_once:
             return slots
+        most = self._most(tiles * blocks, most)
         wanted = max(1, most // (tiles_per_segment * blocks))
         return math.ceil(slots / math.ceil(slots / wanted))
+
+    @staticmethod
+    def _most(wanted: int, bound: int) -> int:
+        """How many of `wanted`, which are too many to be at hand at once, may be."""
+        return bound if wanted > bound else math.ceil(wanted / 2)
 
     def token_tile_n(self, state_size: int) -> int:
         """Columns of N that `compute_dx` takes at once."""
@@ -116,6 +128,11 @@ class BackwardConfig:
         """Whether `compute_gradients` serves these sizes."""
         one_tile = head_size <= TILE_P and tile_of(state_size) <= self.fused_tile_n_max
         return precision == BF16 and one_tile
+
+    def in_pairs(self, state_size: int) -> bool:
+        """Whether `compute_gradients`, where it serves, is given one state for two tiles."""
+        # Beyond 128 columns there are no registers for it.
+        return self.paired and self.tile_tokens == TILE_P and tile_of(state_size) <= 128
 
     def parts(self, blocks: int, heads_per_group: int) -> int:
         """In how many parts a group's heads are cut, when a part each would make `blocks` blocks."""
@@ -172,6 +189,10 @@ def default_config(arch: str, precision: int, head_shape: tuple[int, int], state
         if arch == "sm_90" and state_size > 128:
             # 280 bytes of spills, and still 480 us against 310 + 237 in two kernels (N 256).
             config = dataclasses.replace(config, fused_tile_n_max=256)
+        if heads < 16 and state_size <= 128 and config.fused_tile_n_max:
+            # Published benchmark: at once 469 to 481 us and 295 MB; in two pieces 508 us and 227 MB; in three
+            # on two lanes 503 us and 265 MB.
+            config = dataclasses.replace(config, at_once=0.75, lanes=1)
         if state_size > 64:
             # Two sums of (L, 128) leave no room for a second block.
             config = dataclasses.replace(config, group_occupancy=1)

@@ -17,6 +17,7 @@ from .kernels import bwd_decay as _decay
 from .kernels import bwd_gradients as _gradients
 from .kernels import bwd_groups as _groups
 from .kernels import bwd_states as _states
+from .kernels import bwd_tiles as _tiles
 from .kernels import bwd_tokens as _tokens
 from .kernels.scan_out import NO_SKIP, SKIP_PER_CHANNEL, SKIP_PER_HEAD
 from .launch import INT32_REACH, Lanes, Launch, Step, hinted, needs_wide, run_plan
@@ -135,7 +136,7 @@ def make_plan(problem: Problem, tensors: dict[str, torch.Tensor | None], plan: P
     x, b = tensors["x"], tensors["b"]
     batch, tokens, heads, head_size = x.shape
     groups, state_size = b.shape[2:]
-    config = config_for(x, b)
+    config, precision = config_for(x, b), precision_of(x.dtype)
     tile = config.tile_tokens
     tiles_of_row = math.ceil(tokens / tile)
     p_tiles = math.ceil(head_size / TILE_P)
@@ -144,6 +145,10 @@ def make_plan(problem: Problem, tensors: dict[str, torch.Tensor | None], plan: P
         tiles_per_segment = config.tiles_per_packed_segment(
             tiles_per_segment, tiles_of_row, problem.sequences
         )
+    fused = problem.for_tokens and problem.for_groups and config.fused(precision, head_size, state_size)
+    paired = fused and config.in_pairs(state_size)
+    # A pair of tiles lies in one segment.
+    tiles_per_segment += paired and tiles_per_segment % 2
     # Of the scratch arrays: batch, tiles, segments, and what crosses their borders.
     rows, tiles, segments = batch, tiles_of_row, math.ceil(tiles_of_row / tiles_per_segment)
     borders = segments
@@ -166,15 +171,22 @@ def make_plan(problem: Problem, tensors: dict[str, torch.Tensor | None], plan: P
         rows_at_once = 1
         segments_at_once = config.slots_at_once(segments, tiles, tiles_per_segment, blocks)
     else:
-        rows_at_once, segments_at_once = config.piece(rows, segments, blocks)
-    tiles_at_once = min(tiles, segments_at_once * tiles_per_segment)
+        rows_at_once, segments_at_once = config.piece(rows, segments, blocks, tiles_per_segment)
+    states_at_once = min(tiles, segments_at_once * tiles_per_segment)
+    if paired:
+        # Ragged: a slot may take half a state more than its tiles, see `first_saved`.
+        states_at_once = math.ceil((states_at_once + (problem.ragged and segments_at_once)) / 2)
     has_bias = problem.steps is not None and problem.steps[0]
+    if fused:
+        drows = (rows, heads, pad_count(tiles), _tiles.NUM_SHARES * tile)
+    else:
+        drows = (_tokens.NUM_DROWS, rows, heads, pad_count(tiles), tile)
     plan.shapes = {
         "rows": (4, rows, heads, pad_count(tiles), tile),
-        "drows": (_tokens.NUM_DROWS, rows, heads, pad_count(tiles), tile),
-        "overlap": (rows, heads, pad_count(tiles), TILE_P),
+        "drows": drows,
+        "overlap": (rows, heads, pad_count(tiles), TILE_P * (_tiles.OVERLAP_PARTS if paired else 1)),
         "partial": (3 if has_bias else 2, heads, pad_count(rows * tiles)),
-        "tiles": (rows_at_once, heads, pad_count(tiles_at_once), head_size, state_size),
+        "tiles": (rows_at_once, heads, pad_count(states_at_once), head_size, state_size),
         "segments": (rows, heads, pad_count(borders), head_size, state_size),
         "segment_decay": (rows, heads, pad_count(borders)),
         # Never a multiple of 16, which would be another compilation.
@@ -183,10 +195,10 @@ def make_plan(problem: Problem, tensors: dict[str, torch.Tensor | None], plan: P
     plan.saved_dtype = torch.bfloat16 if x.dtype is torch.bfloat16 else torch.float32
     largest = max(math.prod(shape) for shape in plan.shapes.values())
     wide = needs_wide(tuple(tensors.values())) or largest >= INT32_REACH
-    precision = precision_of(x.dtype)
     dims = (rows, heads, head_size, state_size)
     builder = Builder(problem, dims, (tiles_per_segment, heads // groups, tiles), precision, config, wide)
     builder.forward, builder.segments = forward, segments
+    builder.fused, builder.paired = fused, paired
     if problem.steps is None:
         plan.rows = rows_step(batch, heads, tiles, forward, wide)
     for_tokens, for_groups = problem.for_tokens, problem.for_groups
@@ -212,7 +224,7 @@ def make_plan(problem: Problem, tensors: dict[str, torch.Tensor | None], plan: P
             window = tiles_per_segment * tile
             span = slice(first * window, min((first + part.segments) * window, tokens))
             piece = Piece(some_rows, span, builder.tile_states(part, plan.entries))
-            if for_tokens and for_groups and config.fused(precision, head_size, state_size):
+            if fused:
                 piece.compute_gradients = builder.compute_gradients(part, groups, group_heads)
             else:
                 if for_tokens:
@@ -244,9 +256,12 @@ class Builder:
     dims: (batch of the scratch arrays, H, P, N); sizes: (tiles a segment, heads a group, tiles).
     """
 
-    # The forward's configuration for the same sizes, and how many segments there are.
+    # The forward's configuration for the same sizes, how many segments there are, whether one kernel computes
+    # all gradients, and whether states are saved for pairs of tiles.
     forward: tuning.ForwardConfig
     segments: int
+    fused: bool
+    paired: bool
 
     def __init__(
         self,
@@ -292,7 +307,7 @@ class Builder:
     def tile_states(self, part: _Part, entries: bool) -> Step:
         problem = self.problem
         states = (problem.has_init, problem.has_dfinal) if self.ragged else (False, False)
-        flags = (entries, problem.has_init, self.ragged, *states)
+        flags = (entries, problem.has_init, self.ragged, *states, 2 if self.paired else 1)
         hints = (self.config.state_occupancy, self.config.state_latency)
         return self._state_step(_states.tile_states, part, hints, entries, flags)
 
@@ -373,7 +388,7 @@ class Builder:
                 TILE_P,
                 tile_n,
                 self.precision,
-                (self.problem.skip, self.ragged),
+                (self.problem.skip, self.ragged, self.paired),
                 config.fused_latency,
             ),
         )
@@ -388,7 +403,8 @@ class Builder:
     def finish_dt(self) -> Step:
         config, steps = self.config, self.problem.steps
         has_bias, softplus, dt_min, dt_max = steps or (False, False, 0.0, 0.0)
-        flags = (self.has_d, self.ragged, steps is not None, has_bias, softplus)
+        parts = _tiles.OVERLAP_PARTS if self.paired else 1
+        flags = (self.has_d, self.ragged, steps is not None, has_bias, softplus, self.fused, parts)
         grid = (self.batch * self.tiles * math.ceil(self.heads / config.rows_heads),)
         constants = (self.tiles, dt_min, dt_max, config.tile_tokens, TILE_P, config.rows_heads, flags)
         kernel = hinted(_decay.finish_dt, self.wide, (("occupancy", config.finish_occupancy),))

@@ -12,7 +12,14 @@ import math
 
 import cuda.tile as ct
 
-from .bwd_tiles import tokens_of_tile
+from .bwd_tiles import (
+    SHARES_CARRIED,
+    SHARES_DIRECT,
+    SHARES_EARLIER,
+    SHARES_LATER,
+    SHARES_SKIP,
+    tokens_of_tile,
+)
 from .bwd_tokens import DROW_CARRIED, DROW_DIRECT, DROW_EARLIER, DROW_LATER, DROW_SKIP
 from .chunk_cumsum import decode, load_heads_first
 from .scan_rows import load_bias
@@ -35,6 +42,37 @@ def load_row_of_heads(rows, which, index, shape):
     heads, tile_tokens = shape
     whole = (1, 1, heads, 1, tile_tokens)
     return ct.load(rows, (which, batch, head_tile, tile, 0), whole, padding_mode=_ZERO).reshape(shape)
+
+
+def load_share(drows, row, index, shape):
+    """(TILE_H, L) of one row of a (B, H, tiles, rows · L) array; see `load_row_of_heads`."""
+    batch, head_tile, tile = index
+    heads, tile_tokens = shape
+    whole = (1, heads, 1, tile_tokens)
+    return ct.load(drows, (batch, head_tile, tile, row), whole, padding_mode=_ZERO).reshape(shape)
+
+
+def load_sum(drows, which, count, index, shape):
+    """(TILE_H, L): the sum of `count` rows, the first of which is count·which."""
+    total = ct.zeros(shape, ct.float32)
+    for share in ct.static_iter(range(count)):
+        total = total + load_share(drows, count * which + share, index, shape)
+    return total
+
+
+def load_before(drows, SHARES, index, shape):
+    """(TILE_H, L) of CARRIED, read one token late, so that nothing has to be taken off the sum again."""
+    batch, head_tile, tile = index
+    heads = (head_tile * shape[0] + ct.arange(shape[0], dtype=ct.int32))[:, None]
+    tokens = ct.arange(shape[1], dtype=ct.int32)[None, :]
+    late = ct.maximum(tokens - 1, 0)
+    if SHARES:
+        row = 2 * SHARES_CARRIED * shape[1]
+        values = ct.gather(drows, (batch, heads, tile, row + late), padding_value=0)
+        values = values + ct.gather(drows, (batch, heads, tile, row + shape[1] + late), padding_value=0)
+    else:
+        values = ct.gather(drows, (DROW_CARRIED, batch, heads, tile, late), padding_value=0)
+    return ct.where(tokens > 0, values, 0.0)
 
 
 def store_part(partial, which, head_tile, column, values):
@@ -69,14 +107,16 @@ def finish_dt(
 ):
     """Grid: (B · tiles · ceil(H / TILE_H),).
 
-    FLAGS: (HAS_D, RAGGED, STEPS, HAS_BIAS, SOFTPLUS). a (H,), rows (4, B, H, ≥ tiles, L), drows
-    (5, B, H, ≥ tiles, L), overlap (B, H, ≥ tiles, TILE_P); writes ddt (B, T, H) and partial
-    (2 or 3, H, ≥ B · tiles), a tile's share of da, if HAS_D of dd, and if HAS_BIAS of ddt_bias.
+    FLAGS: (HAS_D, RAGGED, STEPS, HAS_BIAS, SOFTPLUS, SHARES, OVERLAP_PARTS). a (H,), rows
+    (4, B, H, ≥ tiles, L), drows (5, B, H, ≥ tiles, L), overlap (B, H, ≥ tiles, OVERLAP_PARTS · TILE_P);
+    writes ddt (B, T, H) and partial (2 or 3, H, ≥ B · tiles), a tile's share of da, if HAS_D of dd, and if
+    HAS_BIAS of ddt_bias.
 
     STEPS: rows have dt as used, made of dt (B, T, H) by dt_bias (H,), if HAS_BIAS, softplus, if SOFTPLUS, and
-    limits. RAGGED: `tiles` (tiles, 4) says which tokens a tile has; scratch arrays have a batch of 1.
+    limits. RAGGED: `tiles` (tiles, 4) says which tokens a tile has; scratch arrays have a batch of 1. SHARES:
+    drows (B, H, ≥ tiles, NUM_SHARES · L) is that of `compute_gradients`.
     """
-    HAS_D, RAGGED, STEPS, HAS_BIAS, SOFTPLUS = FLAGS
+    HAS_D, RAGGED, STEPS, HAS_BIAS, SOFTPLUS, SHARES, OVERLAP_PARTS = FLAGS
     batch, head_tile, tile = decode(num_tiles, ct.num_tiles(a, axis=0, shape=(TILE_H,)))
     index, shape = (batch, head_tile, tile), (TILE_H, L)
     at, count = tile, ddt.shape[1] - tile * L
@@ -93,19 +133,24 @@ def finish_dt(
                 store_part(partial, PART_DBIAS, head_tile, column, nothing)
             return
         dt, ddt = window(dt, token_row, start, stop), window(ddt, token_row, start, stop)
+    # First, and part by part: nothing spills.
+    across = ct.zeros((TILE_H, 1), ct.float32)
+    for part in range(OVERLAP_PARTS):
+        states = ct.load(overlap, (batch, head_tile, tile, part), (1, TILE_H, 1, TILE_P), padding_mode=_ZERO)
+        across = across + ct.sum(states.reshape((TILE_H, TILE_P)), axis=1, keepdims=True)
     rate = ct.load(a, (head_tile,), (TILE_H,), padding_mode=_ZERO).astype(ct.float32)[:, None]
-    later = load_row_of_heads(drows, DROW_LATER, index, shape)
-    earlier = load_row_of_heads(drows, DROW_EARLIER, index, shape)
-    direct = load_row_of_heads(drows, DROW_DIRECT, index, shape)
+    if SHARES:
+        felt = load_sum(drows, SHARES_LATER, 4, index, shape)
+        felt = felt + load_sum(drows, SHARES_EARLIER, 2, index, shape)
+        direct = load_sum(drows, SHARES_DIRECT, 2, index, shape)
+    else:
+        felt = load_row_of_heads(drows, DROW_LATER, index, shape)
+        felt = felt + load_row_of_heads(drows, DROW_EARLIER, index, shape)
+        direct = load_row_of_heads(drows, DROW_DIRECT, index, shape)
+    before = load_before(drows, SHARES, index, shape)
     dt_used = load_row_of_heads(rows, ROW_DT, index, shape)
-    heads = (head_tile * TILE_H + ct.arange(TILE_H, dtype=ct.int32))[:, None]
     tokens = ct.arange(L, dtype=ct.int32)[None, :]
-    # Read one token late, so that nothing has to be taken off the sum again.
-    before = ct.gather(drows, (DROW_CARRIED, batch, heads, tile, ct.maximum(tokens - 1, 0)), padding_value=0)
-    before = ct.where(tokens > 0, before, 0.0)
-    states = ct.load(overlap, (batch, head_tile, tile, 0), (1, TILE_H, 1, TILE_P), padding_mode=_ZERO)
-    across = ct.sum(states.reshape((TILE_H, TILE_P)), axis=1, keepdims=True)
-    moved = ct.cumsum(later + earlier, axis=1, reverse=True) + ct.cumsum(before, axis=1) + across
+    moved = ct.cumsum(felt, axis=1, reverse=True) + ct.cumsum(before, axis=1) + across
     forgets = rate * dt_used < _LEAST_FELT
     moved = ct.where(forgets, 0.0, moved)
     # Of a = −inf exp(a·dt) does not depend on dt.
@@ -124,8 +169,11 @@ def finish_dt(
     ct.store(ddt, (batch, at, head_tile), ddt_tile, allow_tma=False if RAGGED else None)
     store_part(partial, PART_DA, head_tile, column, ct.sum(moved * dt_used, axis=1))
     if HAS_D:
-        dd = ct.sum(load_row_of_heads(drows, DROW_SKIP, index, shape), axis=1)
-        store_part(partial, PART_DD, head_tile, column, dd)
+        if SHARES:
+            skip = load_share(drows, SHARES_SKIP, index, shape)
+        else:
+            skip = load_row_of_heads(drows, DROW_SKIP, index, shape)
+        store_part(partial, PART_DD, head_tile, column, ct.sum(skip, axis=1))
 
 
 @ct.kernel

@@ -15,9 +15,10 @@ and the last segment of a sequence take init_state and dfinal_state as they are.
 
 import cuda.tile as ct
 
+from .bwd_tiles import first_saved
 from .fwd_pass_state import local_state, pass_forwards
 from .products import product
-from .scan_table import LEFT, POSITION, ROW, SEQUENCE, START, STOP, TILE, entry, window
+from .scan_table import LEFT, POSITION, SEQUENCE, TILE, entry, tokens_of_slot, window
 from .tiles import (
     ROW_EXP_G,
     ROW_STATE_WEIGHT,
@@ -53,11 +54,6 @@ def decode_segment(per_head, tile_p, sizes):
     first = segment * tiles_per_segment
     count = ct.minimum(tiles_per_segment, num_tiles - first)
     return batch, head, p_tile, segment, head // heads_per_group, first, count
-
-
-def tokens_of_slot(table, slot):
-    """(batch row, first token, token after the last) of a slot."""
-    return entry(table, slot, ROW), entry(table, slot, START), entry(table, slot, STOP)
 
 
 def local_dstate(per_head, per_group, rows, place, options):
@@ -241,34 +237,38 @@ def pass_borders(
 
 
 def walk_forwards(per_head, per_group, rows, state, entry_states, place, options):
-    """Stores the state at the entry of every tile of a segment, first tile first, from that of the segment.
+    """Stores the state at the entry of every EVERY-th tile of a segment, first tile first, from that of the
+    segment.
 
     per_head x, per_group b; place: (batch, head, p_tile, n_tile, group, first tile, first tile in per_head
-    and per_group, first saved tile, tiles); options: (L, TILE_P, TILE_N, precision, latency).
+    and per_group, first saved state, tiles); options: (L, TILE_P, TILE_N, precision, latency, EVERY).
     """
     batch, head, p_tile, n_tile, group, first, at, saved, count = place
-    L, TILE_P, TILE_N, PRECISION, LATENCY = options
+    L, TILE_P, TILE_N, PRECISION, LATENCY, EVERY = options
     store_state(entry_states, (batch, head, saved, p_tile, n_tile), state)
-    for k in range(count - 1):
+    # Past the last that is stored, none is asked for.
+    for k in range((count - 1) // EVERY * EVERY):
         b_tile = load_tokens(per_group, (batch, at + k, group, n_tile), (L, TILE_N), LATENCY)
         x_tile = load_tokens(per_head, (batch, at + k, head, p_tile), (L, TILE_P), LATENCY)
         rows_tile = load_rows(rows, (batch, head, first + k), L, LATENCY)
         weighted = taken_up(x_tile, row(rows_tile, ROW_STATE_WEIGHT))
         state = product(weighted, b_tile, state * last_of_row(rows_tile, ROW_EXP_G), PRECISION)
-        store_state(entry_states, (batch, head, saved + k + 1, p_tile, n_tile), state)
+        if (k + 1) % EVERY == 0:
+            store_state(entry_states, (batch, head, saved + (k + 1) // EVERY, p_tile, n_tile), state)
 
 
 def walk_backwards(per_head, per_group, rows, dstate, dexit_states, place, options):
-    """Stores the gradient of the state at the exit of every tile, last tile first, from that of the segment;
-    returns that of the entry.
+    """Stores the gradient of the state at the exit of every EVERY-th tile and of the last, last tile first,
+    from that of the segment; returns that of the entry.
 
     per_head dout, per_group c; place and options as in `walk_forwards`.
     """
     batch, head, p_tile, n_tile, group, first, at, saved, count = place
-    L, TILE_P, TILE_N, PRECISION, LATENCY = options
+    L, TILE_P, TILE_N, PRECISION, LATENCY, EVERY = options
     for k in range(count):
         tile = count - 1 - k
-        store_state(dexit_states, (batch, head, saved + tile, p_tile, n_tile), dstate)
+        if (k == 0) | ((tile + 1) % EVERY == 0):
+            store_state(dexit_states, (batch, head, saved + tile // EVERY, p_tile, n_tile), dstate)
         c_tile = load_tokens(per_group, (batch, at + tile, group, n_tile), (L, TILE_N), LATENCY)
         dy_tile = load_tokens(per_head, (batch, at + tile, head, p_tile), (L, TILE_P), LATENCY)
         rows_tile = load_rows(rows, (batch, head, first + tile), L, LATENCY)
@@ -303,21 +303,23 @@ def tile_states(
     """The state at the entry of every tile of some segments, and the gradient of the one at its exit.
 
     Grid: (B · segments · ceil(P / TILE_P) · H, ceil(N / TILE_N), 2): the walk backwards, then, if ENTRIES,
-    the one forwards. FLAGS: (ENTRIES, WRITE_DINIT, RAGGED, HAS_INIT, HAS_DFINAL). sizes: see
-    `decode_segment`.
+    the one forwards. FLAGS: (ENTRIES, WRITE_DINIT, RAGGED, HAS_INIT, HAS_DFINAL, EVERY). sizes: see
+    `decode_segment`. EVERY: how many tiles of a segment share one pair of states, that at the entry of the
+    first and that at the exit of the last; a segment that others follow has a multiple of it.
     x, dout (B, T, H, P), b, c (B, T, G, N), rows (4, B, H, ≥ tiles, L), segment_entries and segment_exits
-    (B, H, ≥ segments, P, N) float32; writes entry_states and dexit_states (B, H, ≥ tiles, P, N), where tile 0
-    is the first asked for, and, in the sequence's first segment if WRITE_DINIT, dinit_state (B, H, 1, P, N).
+    (B, H, ≥ segments, P, N) float32; writes entry_states and dexit_states (B, H, ≥ tiles / EVERY, P, N),
+    where tile 0 is the first asked for, and, in the sequence's first segment if WRITE_DINIT, dinit_state
+    (B, H, 1, P, N).
 
-    RAGGED: reads init_state and dfinal_state (S, H, P, N), if HAS_INIT and HAS_DFINAL, where a sequence
-    begins and ends, and the borders only between.
+    RAGGED: a slot's states are where `first_saved` says; reads init_state and dfinal_state (S, H, P, N), if
+    HAS_INIT and HAS_DFINAL, where a sequence begins and ends, and the borders only between.
     """
-    ENTRIES, WRITE_DINIT, RAGGED, HAS_INIT, HAS_DFINAL = FLAGS
+    ENTRIES, WRITE_DINIT, RAGGED, HAS_INIT, HAS_DFINAL, EVERY = FLAGS
     batch, head, p_tile, segment, group, first, count = decode_segment(dout, TILE_P, sizes)
     n_tile = ct.bid(1)
     shape = (TILE_P, TILE_N)
-    options = (L, TILE_P, TILE_N, PRECISION, LATENCY)
-    at, saved = first, first - sizes[3] * sizes[0]
+    options = (L, TILE_P, TILE_N, PRECISION, LATENCY, EVERY)
+    at, saved = first, (first - sizes[3] * sizes[0]) // EVERY
     sequence, position, left = batch, segment, 0
     if RAGGED:
         sequence, position = entry(table, segment, SEQUENCE), entry(table, segment, POSITION)
@@ -327,7 +329,7 @@ def tile_states(
             return
         span = tokens_of_slot(table, segment)
         first, at, count = entry(table, segment, TILE), 0, ct.cdiv(span[2] - span[1], L)
-        saved = first - entry(table, sizes[3], TILE)
+        saved = first_saved(table, segment, sizes[3], EVERY)
         x, b, c, dout = window(x, *span), window(b, *span), window(c, *span), window(dout, *span)
     place = (batch, head, p_tile, n_tile, group, first, at, saved, count)
     if ct.bid(2) == 0:

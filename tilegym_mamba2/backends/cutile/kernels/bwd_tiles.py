@@ -7,6 +7,15 @@ from .scan_out import SKIP_PER_CHANNEL, SKIP_PER_HEAD
 from .scan_table import TILE, entry
 from .tiles import load_scalar
 
+# Rows of the `drows` array of `compute_gradients`, which adds them up no further than single warps can: four
+# for LATER, two each for CARRIED, DIRECT and EARLIER, in units of as many, and one whose sum is that of SKIP.
+SHARES_LATER, SHARES_CARRIED, SHARES_DIRECT, SHARES_EARLIER, SHARES_SKIP = 0, 2, 3, 4, 10
+NUM_SHARES = 11
+
+# Parts of a row of `overlap`, TILE_P numbers each.
+OVERLAP_PARTS = 2
+OVERLAP_OF_PAIR, OVERLAP_OF_PARTNER = 0, 1
+
 # Columns of the `tiles` array of ragged sequences, see `bwd_ragged`.
 TILE_ROW, TILE_START, TILE_STOP, TILE_SLOT = 0, 1, 2, 3
 
@@ -27,6 +36,41 @@ def store_row(rows, which, index, values):
     """Stores L values as one row of a (rows, B, H, tiles, L) array; `index` is (batch, head, tile)."""
     batch, head, tile = index
     ct.store(rows, (which, batch, head, tile, 0), values.reshape((1, 1, 1, 1, values.shape[0])))
+
+
+def halves(values):
+    """(rows, 2): sums along the halves of each row of (L, L or TILE_P) values.
+
+    Of a product of 8 warps four hold the left half and four the right one, 16 rows each. So no warp waits for
+    another; a sum along the whole row takes three barriers.
+    """
+    rows, columns = values.shape
+    return ct.sum(values.reshape((rows, 2, columns // 2)), axis=2)
+
+
+def shares(sums):
+    """(rows, 1): what adds up to the sum of all `halves`: two that one thread holds make one."""
+    rows = sums.shape[0]
+    return ct.sum(sums.reshape((rows // 16, 2, 8, 2)), axis=1).reshape((rows, 1))
+
+
+def store_shares(drows, which, index, sums):
+    """Stores (L, count) sums as that many rows of a (B, H, tiles, rows · L) array, from row count·which on.
+
+    `index`: (batch, head, tile). So one address serves all rows of a tile.
+    """
+    ct.store(drows, (*index, which), sums.transpose().reshape((1, 1, 1, sums.shape[0] * sums.shape[1])))
+
+
+def quarters(values):
+    """(columns, 4): sums along the quarters of each column, see `halves`."""
+    rows, columns = values.shape
+    return ct.sum(values.reshape((4, rows // 4, columns)), axis=1).transpose()
+
+
+def store_overlap(overlap, index, part, values):
+    """`index`: (batch, head, tile)."""
+    ct.store(overlap, (*index, part), values.reshape((1, 1, 1, values.shape[0])))
 
 
 def load_skip_row(d_skip, head, p_tile, kind, width):
@@ -79,3 +123,10 @@ def ragged_tile(tiles, table, saved, sizes):
     slot = ct.gather(tiles, (tile, TILE_SLOT), padding_value=-1)
     asked_for = (slot >= first_slot) & (slot < first_slot + num_slots)
     return tile, (row, start, ct.where(asked_for, stop, start))
+
+
+def first_saved(table, slot, first_slot, every):
+    """Where the states of a slot's tiles begin, when `every` tiles share one and those of `first_slot` come
+    first: a slot of t tiles takes no more than (t + every − 1) / every."""
+    tiles = entry(table, slot, TILE) - entry(table, first_slot, TILE)
+    return (tiles + (slot - first_slot) * (every - 1)) // every

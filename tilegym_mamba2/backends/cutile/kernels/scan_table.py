@@ -31,6 +31,11 @@ def entry(table, slot, column):
     return ct.load(table, (slot, column), (1, 1)).item()
 
 
+def tokens_of_slot(table, slot):
+    """(batch row, first token, token after the last) of a slot."""
+    return entry(table, slot, ROW), entry(table, slot, START), entry(table, slot, STOP)
+
+
 def window(array, row, start, stop):
     """Tokens start … stop of one row of a (B, T, …) array, as an array (1, stop − start, …)."""
     return array.slice(axis=0, start=row, stop=row + 1).slice(axis=1, start=start, stop=stop)
