@@ -13,7 +13,7 @@ w = exp2(g_last − g)·dt, for i in the second tile and j in the first,
 
 The rest is as in `bwd_tokens` and `bwd_groups`. ⟨H, dH'⟩ of a tile is that of the pair's states and what the
 partner's tokens feel of these: inter or carried without the sums above, which the partner therefore stores.
-No state is rounded but the saved ones: da of the publication's inputs is off by 1.5e-4 instead of 2.6e-4.
+No state is rounded but the saved ones.
 """
 
 import cuda.tile as ct
