@@ -238,7 +238,9 @@ class Run:
         of_tokens, of_groups, tokens_written, groups_written = (), (), {}, {}
         if plan.finish_dt is not None:
             dx = piece.of(results["x"])
-            of_tokens = (dx, piece.of(self.drows, self.drows.dim() - 4), piece.of(self.overlap))
+            # Those of `compute_dx` have their rows first.
+            rows_first = int(piece.compute_gradients is None)
+            of_tokens = (dx, piece.of(self.drows, rows_first), piece.of(self.overlap))
             tokens_written = {"dx": dx}
         if plan.for_groups:
             of_groups = (piece.of(self.db), piece.of(self.dc))
