@@ -3,6 +3,7 @@
 import contextlib
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,6 +22,8 @@ from tilegym_mamba2 import (
     registry,
     use_backend,
 )
+from tilegym_mamba2.backends.cutile import state_update as cutile_step
+from tilegym_mamba2.backends.cutile.state_update import StateUpdateConfig, override
 from tilegym_mamba2.budgets import check
 from tilegym_mamba2.calls import CALLS
 from tilegym_mamba2.spec import SPECS, select
@@ -317,6 +320,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
     monkeypatch.setattr(ops_step, "validate_state_update", validate)
     monkeypatch.setattr(ops_step, "_known", {})
+    monkeypatch.setattr(ops_step, "_last", {})
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
     with interpreter.interpret(), torch.no_grad():
         yield validated
@@ -380,6 +384,99 @@ def test_another_form_is_checked_again(as_on_a_gpu: list[int]) -> None:
     assert len(as_on_a_gpu) == count + 2
     step(pool, values, backend="cutile", state_indices=slots)
     assert len(as_on_a_gpu) == count + 2
+
+
+class Repeated:
+    """Stands for a packed launch, and keeps the addresses that it gets."""
+
+    def __init__(self) -> None:
+        self.launches: list[list[int]] = []
+        self.takes = True
+
+    def launch(self, stream: int, addresses: list[int]) -> bool:
+        self.launches += [addresses] if self.takes else []
+        return self.takes
+
+
+@pytest.fixture
+def repeated(as_on_a_gpu: list[int], monkeypatch: pytest.MonkeyPatch) -> Repeated:
+    """What calls are given to that repeat the one before them."""
+    repeated, run_plan = Repeated(), cutile_step.run_plan
+
+    def run(launches: Any, device: torch.device, op: str, seen: Any) -> None:
+        seen.packed = [repeated]
+        run_plan(launches, device, op, seen)
+
+    monkeypatch.setattr(cutile_step, "run_plan", run)
+    monkeypatch.setattr(cutile_step, "_plans", {})
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    return repeated
+
+
+@pytest.mark.parametrize("given_out", [False, True])
+def test_a_repeated_call_is_launched_on_its_own_tensors(repeated: Repeated, given_out: bool) -> None:
+    for seed in range(3):
+        values = EVERYTHING.values(torch.float32, seed)
+        target = torch.empty_like(values["x"]) if given_out else None
+        out = step(values["init_state"], values, backend="cutile", out=target)
+        names = ("init_state", "x", "dt", "a", "b", "c", "d", "z", "dt_bias")
+        addresses = [*(values[name].data_ptr() for name in names), out.data_ptr()]
+        assert target is None or out is target
+        assert len(repeated.launches) == seed and repeated.launches[seed - 1 :] in ([], [addresses])
+
+
+def test_what_differs_from_the_last_call_is_no_repetition(repeated: Repeated) -> None:
+    values = EVERYTHING.values(torch.float32)
+    state, pool, slots = values["init_state"], torch.zeros(5, 4, 3, 5), torch.tensor([4, 1])
+    shifted = torch.cat([values["a"]] * 2)[1:5]
+    changes = (
+        {"dt_softplus": False},
+        {"dt_limit": (0.25, 1.5)},
+        {"d": None},
+        # The same number of tensors, each as another one was.
+        {"dt_bias": None, "d": values["d"][:, 0].contiguous()},
+        {"z": None},
+        {"out": torch.empty(2, 3, 4, 3)},
+        {"a": shifted},
+        {"dt": values["dt"].bfloat16()},
+        {"a": torch.nn.Parameter(values["a"])},
+        {"b": values["b"].transpose(2, 3).contiguous().transpose(2, 3)},
+        {"state": pool, "state_indices": slots},
+        {"state": pool, "state_indices": slots.int()},
+    )
+    for change in changes:
+        change = {"state": state, "backend": "cutile"} | change
+        step(change.pop("state"), values, **change)
+        assert not repeated.launches, change
+    # Off 16 bytes again: never by the way that takes aligned ones.
+    step(state, values, backend="cutile", a=shifted)
+    step(state, values, backend="cutile", a=shifted)
+    assert not repeated.launches
+    with override(replace(StateUpdateConfig(), tile_elements=64)):
+        step(state, values, backend="cutile")
+    assert not repeated.launches
+
+
+def test_a_repeated_call_hides_no_gradient(repeated: Repeated) -> None:
+    values = EVERYTHING.values(torch.float32)
+    values["a"].requires_grad_()
+    state = values["init_state"]
+    for _ in range(2):
+        step(state, values, backend="cutile")
+    assert len(repeated.launches) == 1
+    with torch.enable_grad(), pytest.raises(RuntimeError, match="not differentiable"):
+        step(state, values, backend="cutile")
+    assert len(repeated.launches) == 1
+
+
+def test_a_launch_that_is_refused_is_made_another_way(repeated: Repeated) -> None:
+    values = EVERYTHING.values(torch.float32)
+    first, second = values["init_state"].clone(), values["init_state"].clone()
+    expected = step(first, values, backend="cutile")
+    repeated.takes = False
+    assert torch.equal(step(second, values, backend="cutile"), expected) and torch.equal(first, second)
+    assert not repeated.launches
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,16 @@
 """The form of a call: all that shapes, strides, dtypes, devices and alignment of its tensors decide."""
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
 
-__all__ = ["PLAIN", "Kept", "form_of", "form_of_step", "forms_of"]
+__all__ = ["PLAIN", "Kept", "form_of", "form_of_step", "forms_of", "recogniser"]
+
+try:
+    from torch._C._dynamo.guards import TensorGuards as _TensorGuards
+except ImportError:
+    _TensorGuards = None
 
 # What a call may take past torch.library: a subclass of Tensor may want to see the op.
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -29,6 +34,27 @@ def forms_of(tensors: Iterable[torch.Tensor | None]) -> Hashable:
     """What of each tensor of one device decides the code that is launched."""
     # Base addresses off 16 bytes compile to other code.
     return tuple(None if t is None else (t.shape, t.stride(), t.dtype, t.data_ptr() & 15) for t in tensors)
+
+
+def recogniser(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """A function of as many tensors that says whether they are like these in all but address and values:
+    shape, strides, dtype, device, type, requires_grad, torch's negative bit. It may say no too often.
+
+    The guards of torch.compile do that in one call, 0.8 µs for nine tensors; to make `form_of_step` and look
+    it up takes 4.5.
+    """
+    if _TensorGuards is None:
+        return _unknown
+    guards = _TensorGuards(
+        *tensors,
+        dynamic_dims_sizes=[list(tensor.shape) for tensor in tensors],
+        dynamic_dims_strides=[list(tensor.stride()) for tensor in tensors],
+    )
+    return guards.check
+
+
+def _unknown(*tensors: Any) -> bool:
+    return False
 
 
 def form_of(

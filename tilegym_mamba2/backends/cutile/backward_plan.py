@@ -20,7 +20,7 @@ from .kernels import bwd_states as _states
 from .kernels import bwd_tiles as _tiles
 from .kernels import bwd_tokens as _tokens
 from .kernels.scan_out import NO_SKIP, SKIP_PER_CHANNEL, SKIP_PER_HEAD
-from .launch import INT32_REACH, Lanes, Launch, Step, hinted, needs_wide, run_plan
+from .launch import INT32_REACH, Lanes, Launch, Seen, Step, hinted, needs_wide, run_plan
 from .ragged import Ragged
 
 __all__ = ["NO_SKIP", "SKIP_PER_CHANNEL", "SKIP_PER_HEAD", "Builder", "Piece", "Plan", "Problem", "make_plan"]
@@ -124,11 +124,10 @@ class Plan:
     sum_heads: Step | None = None
     sum_parts: Step | None = None
     ragged: Ragged | None = None
-    compiled: bool = False
+    seen: Seen = dataclasses.field(default_factory=Seen)
 
     def run(self, launches: list[Launch | Lanes], device: torch.device, op: str) -> None:
-        run_plan(launches, device, op, self.compiled)
-        self.compiled = True
+        run_plan(launches, device, op, self.seen)
 
 
 def make_plan(problem: Problem, tensors: dict[str, torch.Tensor | None], plan: Plan) -> "Builder":

@@ -15,7 +15,7 @@ N) per segment and head.
 import functools
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from .kernels import chunk_cumsum as _cumsum
 from .kernels import compute_out as _out
 from .kernels import fwd_pass_state as _states
 from .kernels.products import BF16, TF32, TF32X3
-from .launch import INT32_REACH, Launch, Step, hinted, needs_wide, refuse_float64, run_plan
+from .launch import INT32_REACH, Launch, Seen, Step, hinted, needs_wide, refuse_float64, run_plan
 
 __all__ = [
     "chunk_cumsum",
@@ -142,11 +142,10 @@ class _Plan:
     segment_states: Step | None = None
     pass_states: Step | None = None
     compute_out: Step | None = None
-    compiled: bool = False
+    seen: Seen = field(default_factory=lambda: Seen(repeats=True))
 
     def run(self, launches: Sequence[Launch], device: torch.device) -> None:
-        run_plan(launches, device, OP, self.compiled)
-        self.compiled = True
+        run_plan(launches, device, OP, self.seen)
 
 
 _plans: dict[tuple[Any, ...], _Plan] = Kept()
@@ -491,4 +490,4 @@ def _rows_of(
 
 
 def _run_alone(launches: Sequence[Launch], device: torch.device) -> None:
-    _Plan().run(launches, device)
+    run_plan(launches, device, OP, Seen())

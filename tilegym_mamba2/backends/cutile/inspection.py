@@ -466,6 +466,14 @@ def read_cubin(cubin: bytes) -> Code:
     return Code(registers, stack, shared, collections.Counter(_OPCODE.findall(sass)))
 
 
+def dump_elf(cubin: bytes) -> str:
+    """The sections of a cubin as cuobjdump prints them."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return _output(_tool("cuobjdump"), "-elf", file.name)
+
+
 @functools.cache
 def _tool(name: str) -> str:
     path = find_program(name)

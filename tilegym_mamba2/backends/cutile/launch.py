@@ -19,6 +19,7 @@ from cuda.tile._cext import launch as launch_directly
 from cuda.tile.compilation import CallingConvention, KernelSignature
 
 from .availability import interpreter_active
+from .packed import Packed, packed_launches
 
 # Past this many elements from its first, an element cannot be reached with 32-bit indices.
 INT32_REACH = 2**31
@@ -214,37 +215,75 @@ def _side_streams(device: torch.device, count: int) -> list[torch.cuda.Stream]:
     return streams[:count]
 
 
+@dataclass
+class Seen:
+    """What a plan's earlier runs have left for its next one.
+
+    repeats: its launches are always the same, on arrays of the same form, so that they can be packed.
+    """
+
+    repeats: bool = False
+    compiled: bool = False
+    packed: Sequence[Packed] | None = None
+
+
 _compiled: set[tuple[int, int, str]] = set()
 
 
-def run_plan(launches: Sequence[Launch | Lanes], device: torch.device, op_name: str, compiled: bool) -> None:
-    """As `run`, on any GPU, whichever is current. `compiled`: such launches have run before.
+def run_plan(launches: Sequence[Launch | Lanes], device: torch.device, op_name: str, seen: Seen) -> None:
+    """As `run`, on any GPU, whichever is current.
 
-    If not, and a CUDA graph is being captured, it raises before anything is enqueued if one would have to
-    compile: a first compilation loads a module and waits for the device, which breaks the capture.
+    If such launches have not run before, and a CUDA graph is being captured, it raises before anything is
+    enqueued if one would have to compile: a first compilation loads a module and waits for the device, which
+    breaks the capture.
     """
     if device.type != "cuda":
         run(launches, device)
         return
     if device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            run_plan(launches, device, op_name, compiled)
+            run_plan(launches, device, op_name, seen)
         return
-    if compiled:
+    if seen.packed is not None:
+        _run_packed(launches, seen.packed, device)
+    elif seen.compiled:
         run(launches, device)
-        return
+    else:
+        _run_first(launches, device, op_name, seen)
+
+
+def _run_packed(launches: Sequence[Any], packed: Sequence[Packed], device: torch.device) -> None:
+    stream = torch._C._cuda_getCurrentRawStream(device.index)
+    for item, ready in zip(launches, packed, strict=True):
+        addresses = [arg.data_ptr() for arg in item.args if isinstance(arg, torch.Tensor)]
+        # What the driver refuses is left to cuda-tile, which says why.
+        if not ready.launch(stream, addresses):
+            _enqueue(item, stream)
+
+
+def _run_first(launches: Sequence[Launch | Lanes], device: torch.device, op_name: str, seen: Seen) -> None:
+    items = list(in_turn(launches))
+    forms = [_signature(item) for item in items]
     # Each GPU loads its own copy.
-    signatures = {(device.index, id(item.kernel), _symbol(item)) for item in in_turn(launches)}
-    if torch.cuda.is_current_stream_capturing() and not signatures <= _compiled:
+    names = {(device.index, id(item.kernel), form.symbol) for item, form in zip(items, forms, strict=True)}
+    capturing = torch.cuda.is_current_stream_capturing()
+    if capturing and not names <= _compiled:
         raise RuntimeError(
             f"{op_name}: warm up first: a kernel for these shapes, dtypes and strides is not compiled yet, "
             "and nothing may compile inside CUDA graph capture. Call the op once with such tensors before "
             f"the capture, or tilegym_mamba2.warmup(spec{', backward=True' if 'backward' in op_name else ''})"
         )
-    run(launches, device)
-    _compiled.update(signatures)
+    if seen.repeats and not any(item.chained for item in items):
+        seen.packed = packed_launches(items, forms, device, not capturing)
+    if seen.packed is not None:
+        _run_packed(items, seen.packed, device)
+    else:
+        run(launches, device)
+    # What is captured is packed at the next call.
+    seen.compiled = not capturing
+    _compiled.update(names)
 
 
-def _symbol(item: Launch) -> str:
-    signature = KernelSignature.from_kernel_args(item.kernel, item.args, CallingConvention.cutile_python_v2())
-    return signature.symbol
+def _signature(item: Launch) -> KernelSignature:
+    """What `ct.launch` compiles the kernel for, given these arguments."""
+    return KernelSignature.from_kernel_args(item.kernel, item.args, CallingConvention.cutile_python_v2())

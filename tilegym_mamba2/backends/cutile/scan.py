@@ -20,7 +20,7 @@ and a float32 state (P, N) for every segment that another follows.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ from .forward import (
 from .kernels import scan_out as _out
 from .kernels import scan_rows as _rows
 from .kernels import scan_states as _states
-from .launch import INT32_REACH, Launch, Step, hinted, needs_wide, refuse_float64, run_plan
+from .launch import INT32_REACH, Launch, Seen, Step, hinted, needs_wide, refuse_float64, run_plan
 from .ragged import Ragged, table_arrays
 from .scan_config import ScanConfig
 
@@ -134,8 +134,7 @@ def mamba2_chunk_scan(
         chunk_states, chunk_offsets = plan.no_chunks()
     if plan.chunks is not None:
         chunk_states, chunk_offsets = plan.chunks.enqueue(launches, (x, dt, a, b, bias, lengths, init, final))
-    run_plan(launches, x.device, OP, plan.compiled)
-    plan.compiled = True
+    run_plan(launches, x.device, OP, plan.seen)
     if chunk_states is not None:
         chunk_states = chunk_states.to(options.state_dtype)
     return out, final, chunk_states, chunk_offsets
@@ -202,7 +201,7 @@ class _Plan:
     passing: Step | None = None
     scan_out: Step | None = None
     chunks: _Chunks | None = None
-    compiled: bool = False
+    seen: Seen = field(default_factory=lambda: Seen(repeats=True))
 
     def no_chunks(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """chunk_states and chunk_offsets where no sequence has a token."""
