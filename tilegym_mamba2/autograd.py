@@ -13,17 +13,25 @@ from typing import Any, Optional
 
 import torch
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import forward_ad
 
+from tilegym_mamba2.forms import PLAIN
 from tilegym_mamba2.registry import choice, resolve
 from tilegym_mamba2.validate import validate_backward, validate_forward
 
 __all__ = [
     "DirectScan",
+    "call_op",
     "chunk_scan",
     "chunk_scan_backward",
+    "chunk_scan_op",
     "differentiable",
     "differentiate_again",
+    "goes_by_ops",
+    "in_transform",
     "refuse_second_derivative",
+    "refuse_transform",
     "transforms_are_active",
     "where_needed",
 ]
@@ -32,6 +40,8 @@ FORWARD, BACKWARD = "mamba2_chunk_forward", "mamba2_chunk_backward"
 _INPUTS = 7
 # Backends of this package take None for a gradient that did not come; others get zeros.
 _TAKES_NONE = ("cutile", "torch")
+# These launch kernels on the memory of their arguments.
+_KERNELS = ("cutile", "tilegym")
 
 
 @torch.library.custom_op("tilegym_mamba2::chunk_scan", mutates_args=())
@@ -152,7 +162,8 @@ def _differentiate(ctx: Any, dout: Tensor | None, dfinal_state: Tensor | None) -
     needed = [need and tensor is not None for need, tensor in zip(ctx.needs_input_grad, inputs, strict=False)]
     if (dout is None and dfinal_state is None) or not any(needed):
         return (None,) * (_INPUTS + 2)
-    gradients = chunk_scan_backward(*inputs, dout, dfinal_state, ctx.chunk_size, ctx.backend, needed)
+    arguments = (*inputs, dout, dfinal_state, ctx.chunk_size, ctx.backend, needed)
+    gradients = call_op(chunk_scan_backward, _save_backward, _differentiate_twice, *arguments)
     return (*where_needed(gradients, needed), None, None)
 
 
@@ -230,6 +241,66 @@ def differentiate_again(
 chunk_scan_backward.register_autograd(_differentiate_twice, setup_context=_save_backward)
 
 
+# ---- inside the transforms of torch.func
+
+
+class _Transformed(torch.autograd.Function):
+    """A call of an op: torch.func does not take the autograd function that torch.library makes for it."""
+
+    # Each backend gets plain tensors: vmap loops over the op.
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*inputs: Any) -> Any:
+        *arguments, op, _, _ = inputs
+        return op(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        *arguments, _, save, ctx.differentiate = inputs
+        save(ctx, tuple(arguments), output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        return (*ctx.differentiate(ctx, *gradients), None, None, None)
+
+
+def call_op(op: Any, save: Callable[..., None], differentiate: Callable[..., Any], *arguments: Any) -> Any:
+    """An op of torch.library, with what its `register_autograd` got; also inside a transform."""
+    if in_transform():
+        return _Transformed.apply(*arguments, op, save, differentiate)
+    return op(*arguments)
+
+
+def chunk_scan_op(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """`chunk_scan`, also inside a transform of torch.func."""
+    return call_op(chunk_scan, _save, _differentiate, *arguments)
+
+
+def in_transform(backend: str = "cutile") -> bool:
+    """Whether a transform of torch.func is at work, whose tensors have no memory, and `backend` needs it."""
+    return peek_interpreter_stack() is not None and backend in _KERNELS
+
+
+def goes_by_ops(tensors: Sequence[Tensor | None], records: bool) -> bool:
+    """Whether the ops of torch.library serve a call better than its backend alone.
+
+    They cost the host tens of microseconds: only where somebody asks for them. They know no forward mode.
+    """
+    if records and forward_ad._current_level >= 0 and in_transform():
+        return False
+    return records or type(tensors[0]) not in PLAIN
+
+
+def refuse_transform(op_name: str, backend: str) -> None:
+    """Raises RuntimeError if `in_transform`."""
+    if in_transform(backend):
+        raise RuntimeError(
+            f"{op_name}: backend {backend!r} works on memory, which tensors inside a transform of torch.func "
+            "(vmap, grad) do not have; use backend='torch' there"
+        )
+
+
 # ---- without torch.library
 
 
@@ -264,7 +335,7 @@ class DirectScan(torch.autograd.Function):
 def transforms_are_active(*gradients: Tensor | None) -> bool:
     """Whether something is at work that knows the ops and not `DirectScan`: a transform of torch.func, a
     dispatch mode, such as that of selective checkpointing, or a batch of these incoming gradients."""
-    if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._len_torch_dispatch_stack() > 0:
+    if peek_interpreter_stack() is not None or torch._C._len_torch_dispatch_stack() > 0:
         return True
     try:
         for gradient in gradients:

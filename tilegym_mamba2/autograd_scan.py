@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tilegym_mamba2.autograd import (
+    call_op,
     differentiate_again,
     refuse_second_derivative,
     transforms_are_active,
@@ -25,7 +26,7 @@ from tilegym_mamba2.options import MAX_CHUNK_SIZE, ScanOptions
 from tilegym_mamba2.registry import resolve
 from tilegym_mamba2.validate_scan import validate_scan
 
-__all__ = ["BACKWARD", "FORWARD", "DirectScan", "options_of", "scan", "scan_backward"]
+__all__ = ["BACKWARD", "FORWARD", "DirectScan", "options_of", "scan", "scan_backward", "scan_op"]
 
 FORWARD, BACKWARD = "mamba2_chunk_scan", "mamba2_chunk_scan_backward"
 # x, dt, a, b, c, d, z, dt_bias and init_state have gradients; cu_seqlens and seq_lens have none.
@@ -213,7 +214,8 @@ def _differentiate(ctx: Any, dout: Tensor | None, dfinal_state: Tensor | None, *
     if (dout is None and dfinal_state is None) or not any(needed):
         return (None,) * (_TENSORS + _OTHERS)
     *options, _, backend = ctx.others
-    gradients = scan_backward(*tensors, dout, dfinal_state, *options, backend, needed)
+    arguments = (*tensors, dout, dfinal_state, *options, backend, needed)
+    gradients = call_op(scan_backward, _save_backward, _differentiate_twice, *arguments)
     return (*where_needed(gradients, needed), *(None,) * (_TENSORS - _DIFFERENTIABLE + _OTHERS))
 
 
@@ -245,6 +247,11 @@ def _differentiate_twice(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...
 
 
 scan_backward.register_autograd(_differentiate_twice, setup_context=_save_backward)
+
+
+def scan_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`scan`, also inside a transform of torch.func."""
+    return call_op(scan, _save, _differentiate, *arguments)
 
 
 # ---- without torch.library

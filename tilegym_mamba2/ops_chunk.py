@@ -4,6 +4,7 @@ import operator
 from collections.abc import Callable
 
 import torch
+from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
 from tilegym_mamba2 import autograd, registry
@@ -15,7 +16,7 @@ from tilegym_mamba2.validate import validate_backward, validate_forward
 
 __all__ = ["mamba2_chunk_backward", "mamba2_chunk_forward"]
 
-FORWARD = "mamba2_chunk_forward"
+FORWARD, BACKWARD = "mamba2_chunk_forward", "mamba2_chunk_backward"
 
 # x, a, b, c, d, dt, init_state
 _AUTOCAST = (LOW, FULL, LOW, LOW, FULL, FULL, FULL)
@@ -57,7 +58,8 @@ def mamba2_chunk_forward(
     and a, d, dt and init_state to float32.
 
     Differentiable in every tensor, on every backend that has a `mamba2_chunk_backward`; only the inputs are
-    saved. Second derivatives: backend "torch" alone, RuntimeError elsewhere.
+    saved. Second derivatives and forward mode: backend "torch" alone, RuntimeError elsewhere. Also under
+    `torch.func`, where vmap calls the kernels once per element.
 
     Returns:
         out (B, T, H, P) in x's dtype and final_state (B, H, P, N) in the dtype of init_state.
@@ -82,16 +84,17 @@ def mamba2_chunk_forward(
     validate_forward(*tensors, chunk_size)
     chunk_size = min(operator.index(chunk_size), MAX_CHUNK_SIZE)
     records = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    # A call through torch.library costs the host tens of microseconds: only where somebody asks for it.
-    if records or type(x) not in PLAIN:
+    if autograd.goes_by_ops(tensors, records):
         by_ops, name = autograd.differentiable(backend)
         if by_ops:
             if key is not None:
                 # Under no_grad: the kernels alone compute no gradients.
                 with torch.no_grad():
                     _remember(key, *registry.resolve(FORWARD, name, tensors))
-            return autograd.chunk_scan(*tensors, chunk_size, name)
+            return autograd.chunk_scan_op(*tensors, chunk_size, name)
     name, forward = registry.resolve(FORWARD, backend, tensors)
+    if autograd.in_transform(name):
+        return autograd.chunk_scan_op(*tensors, chunk_size, name)
     results = forward(*tensors, chunk_size)
     if key is not None and not records:
         _remember(key, name, forward)
@@ -125,7 +128,9 @@ def _key(
     # On the CPU the kernels run through the interpreter alone.
     if type(x) not in PLAIN or not (x.is_cuda or (x.is_cpu and interpreter_active())):
         return None
-    if forward_ad._current_level >= 0 or not (backend is None or type(backend) is str):
+    if forward_ad._current_level >= 0 or peek_interpreter_stack() is not None:
+        return None
+    if not (backend is None or type(backend) is str):
         return None
     if torch.is_autocast_enabled(x.device.type) or type(chunk_size) is not int or chunk_size < 1:
         return None
@@ -181,5 +186,6 @@ def mamba2_chunk_backward(
     """
     validate_backward(x, a, b, c, d, dt, init_state, dout, dfinal_state, chunk_size, state_dtype)
     tensors = (x, a, b, c, d, dt, init_state, dout, dfinal_state)
-    _, backward = registry.resolve("mamba2_chunk_backward", backend, tensors)
+    name, backward = registry.resolve(BACKWARD, backend, tensors)
+    autograd.refuse_transform(BACKWARD, name)
     return backward(*tensors, min(operator.index(chunk_size), MAX_CHUNK_SIZE), state_dtype)

@@ -1,12 +1,13 @@
 """The whole Mamba-2 scan as a public op: gates, dt pipeline, packed and padded sequences."""
 
 import operator
+from collections.abc import Callable
 
 import torch
 
 from tilegym_mamba2 import autograd_scan, registry
 from tilegym_mamba2.autocast import FULL, KEEP, LOW, autocast
-from tilegym_mamba2.autograd import differentiable, transforms_are_active
+from tilegym_mamba2.autograd import differentiable, goes_by_ops, in_transform, transforms_are_active
 from tilegym_mamba2.forms import PLAIN
 from tilegym_mamba2.ops_chunk import mamba2_chunk_forward
 from tilegym_mamba2.options import MAX_CHUNK_SIZE, NO_LIMIT, is_no_limit
@@ -78,10 +79,10 @@ def mamba2_chunk_scan(
     init_state to float32.
 
     Differentiable in every floating tensor, also under torch.compile(fullgraph=True) with dynamic T,
-    activation checkpointing and autocast; only the inputs are saved, and chunk states carry no gradient.
-    Second derivatives: backend "torch" alone. In a compiled graph `use_backend` is asked when the graph runs,
-    and the backward may run on another thread: there a choice by `backend=` or `tilegym.set_backend` reaches
-    both.
+    activation checkpointing, autocast and `torch.func`; only the inputs are saved, and chunk states carry no
+    gradient. Second derivatives and forward mode: backend "torch" alone. In a compiled graph `use_backend` is
+    asked when the graph runs, and the backward may run on another thread: there a choice by `backend=` or
+    `tilegym.set_backend` reaches both.
 
     Without any option it is `mamba2_chunk_forward` and runs on the backends of that.
 
@@ -124,13 +125,14 @@ def mamba2_chunk_scan(
     # An int of Python: torch.library knows no other.
     flags = (dt_softplus, dt_limit, operator.index(chunk_size), state_dtype, return_chunk_states)
     records = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    # A call through torch.library costs the host tens of microseconds: only where somebody asks for it.
-    if records or type(x) not in PLAIN:
+    if goes_by_ops(tensors, records):
         by_op, name = differentiable(backend, autograd_scan.BACKWARD)
         if by_op:
             return _recorded(tensors, flags, name)
     options = autograd_scan.options_of(tensors, dt_softplus, *dt_limit, *flags[2:])
-    _, scan = registry.resolve(autograd_scan.FORWARD, backend, (*tensors, options))
+    name, scan = registry.resolve(autograd_scan.FORWARD, backend, (*tensors, options))
+    if in_transform(name):
+        return _by_op(tensors, flags, name, autograd_scan.scan_op)
     return _results(*scan(*tensors, options), cu_seqlens is not None, return_chunk_states)
 
 
@@ -146,7 +148,7 @@ def _recorded(
         if name == "cutile":
             results = autograd_scan.DirectScan.apply(scan, options, *tensors)
             return _results(*results, tensors[9] is not None, options.return_chunk_states)
-    return _by_op(tensors, flags, backend)
+    return _by_op(tensors, flags, backend, autograd_scan.scan_op)
 
 
 def _forward_has(backend: str | None) -> bool:
@@ -156,13 +158,16 @@ def _forward_has(backend: str | None) -> bool:
 
 
 def _by_op(
-    tensors: tuple[torch.Tensor | None, ...], flags: tuple, backend: str | None
+    tensors: tuple[torch.Tensor | None, ...],
+    flags: tuple,
+    backend: str | None,
+    op: Callable[..., tuple[torch.Tensor, ...]] = autograd_scan.scan,
 ) -> tuple[torch.Tensor, ...]:
     dt_softplus, (low, high), chunk_size, state_dtype, return_chunk_states = flags
     # What is no int is left to validation, inside the op.
     if type(chunk_size) is int:
         chunk_size = min(chunk_size, MAX_CHUNK_SIZE)
-    results = autograd_scan.scan(
+    results = op(
         *tensors, dt_softplus, float(low), float(high), chunk_size, state_dtype, return_chunk_states, backend
     )
     return _results(*results, tensors[9] is not None, return_chunk_states)

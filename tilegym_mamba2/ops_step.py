@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tilegym_mamba2 import registry
 from tilegym_mamba2.autocast import FULL, KEEP, LOW, autocast
+from tilegym_mamba2.autograd import refuse_transform
 from tilegym_mamba2.forms import PLAIN, Kept, form_of_step, recogniser
 from tilegym_mamba2.options import NO_LIMIT
 from tilegym_mamba2.validate_scan import span, validate_state_update
@@ -190,7 +191,8 @@ def _launch(
 ) -> Callable[..., None] | None:
     """Pick the backend and call it, always with K, unless it has a `by_form`; returns what that gave."""
     tensors = (state, x, dt, a, b, c, d, z, dt_bias, state_indices)
-    _, update = registry.resolve(OP, backend, tensors)
+    name, update = registry.resolve(OP, backend, tensors)
+    refuse_transform(OP, name)
     by_form = getattr(update, "by_form", None)
     if by_form is not None:
         known = by_form(form_of_step(*tensors, out), tensors, dt_softplus, dt_limit)

@@ -403,19 +403,25 @@ def _try(entry: OpEntry, backend: str, args: tuple[Any, ...]) -> tuple[Callable 
     if not loaded.differentiable and forward_ad._current_level >= 0:
         for arg in args:
             if isinstance(arg, torch.Tensor) and forward_ad.unpack_dual(arg).tangent is not None:
-                return None, "it computes no forward-mode derivatives (use backend='torch')"
+                advice = " (use backend='torch')" if _torch_differentiates(entry) else ""
+                return None, f"it computes no forward-mode derivatives{advice}"
     if not loaded.differentiable and torch.is_grad_enabled():
         for arg in args:
             if arg is not None and getattr(arg, "requires_grad", False):
+                advice = "backend='torch', " if _torch_differentiates(entry) else ""
                 return None, (
                     "it computes no gradients and an input requires grad "
-                    "(use backend='torch', torch.no_grad(), or detach the inputs)"
+                    f"(use {advice}torch.no_grad(), or detach the inputs)"
                 )
     if loaded.supports is not None:
         ok, reason = loaded.supports(entry.name, *args)
         if not ok:
             return None, reason
     return loaded.function, ""
+
+
+def _torch_differentiates(entry: OpEntry) -> bool:
+    return "torch" in entry.backends and _load(entry, "torch").differentiable
 
 
 def _device(args: tuple[Any, ...]) -> torch.device | None:

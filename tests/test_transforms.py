@@ -1,0 +1,148 @@
+"""The public ops inside the transforms of torch.func: grad, vmap, jvp and what is built of them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.scanning import Shape, call, running
+from tilegym_mamba2 import (
+    BackendUnavailable,
+    mamba2_chunk_backward,
+    mamba2_chunk_forward,
+    mamba2_chunk_scan,
+    mamba2_state_update,
+)
+
+SHAPES = {
+    "bare": Shape(tokens=20, d="H", init_state=True),
+    "gated": Shape(tokens=20, d="HP", z=True, dt_bias=True, dt_softplus=True, dt_limit=(0.0, 0.5)),
+}
+DTYPES = {"torch": torch.float64, "cutile": torch.float32}
+# vmap says that it loops over an op.
+pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")
+
+Loss = Callable[[torch.Tensor], torch.Tensor]
+
+
+def loss_of_x(values: dict[str, Any], backend: str) -> Loss:
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        out, final_state = call(values | {"x": x}, backend=backend)
+        return out.square().sum() + final_state.sin().sum()
+
+    return loss
+
+
+def gradient(loss: Loss, x: torch.Tensor) -> torch.Tensor:
+    x = x.detach().clone().requires_grad_()
+    return torch.autograd.grad(loss(x), x)[0]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("backend", ["torch", "cutile"])
+def test_grad_vmap_and_both(shape: str, backend: str) -> None:
+    values = SHAPES[shape].values(DTYPES[backend])
+    loss, x = loss_of_x(values, backend), values["x"]
+    several = torch.stack([x, 0.5 * x])
+    with running(backend):
+        expected = torch.stack([gradient(loss, one) for one in several])
+        for found in (
+            torch.stack([torch.func.grad(loss)(one) for one in several]),
+            torch.func.vmap(torch.func.grad(loss))(several),
+            torch.func.vmap(torch.func.jacrev(loss))(several),
+        ):
+            torch.testing.assert_close(found, expected)
+        losses = torch.func.vmap(loss)(several)
+        torch.testing.assert_close(losses, torch.stack([loss(one) for one in several]))
+
+
+@pytest.mark.parametrize("backend", ["torch", "cutile"])
+def test_grad_in_every_input(backend: str) -> None:
+    values = SHAPES["gated"].values(DTYPES[backend]) | {"backend": backend}
+    names = ("x", "dt", "a", "b", "c", "d", "z", "dt_bias")
+
+    def loss(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        return call(values | tensors)[0].square().sum()
+
+    leaves = {name: values[name].clone().requires_grad_() for name in names}
+    with running(backend):
+        found = torch.func.grad(loss)({name: values[name] for name in names})
+        expected = torch.autograd.grad(loss(leaves), list(leaves.values()))
+    torch.testing.assert_close([found[name] for name in names], list(expected))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_second_derivatives_by_torch(shape: str) -> None:
+    values = SHAPES[shape].values()
+    loss, x = loss_of_x(values, "torch"), values["x"]
+    direction = torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(3))
+    leaf = x.clone().requires_grad_()
+    (first,) = torch.autograd.grad(loss(leaf), leaf, create_graph=True)
+    (expected,) = torch.autograd.grad((first * direction).sum(), leaf)
+    grad = torch.func.grad(loss)
+    torch.testing.assert_close(torch.func.grad(lambda x: (grad(x) * direction).sum())(x), expected)
+    torch.testing.assert_close(torch.func.jvp(grad, (x,), (direction,))[1], expected)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_second_derivatives_by_kernels_are_refused(shape: str) -> None:
+    values = SHAPES[shape].values(torch.float32)
+    loss = loss_of_x(values, "cutile")
+    with running("cutile"), pytest.raises(BackendUnavailable, match="computes no gradients.*backend='torch'"):
+        torch.func.grad(lambda x: torch.func.grad(loss)(x).sum())(values["x"])
+    with running("cutile"), pytest.raises(BackendUnavailable, match="backend='torch'"):
+        torch.func.jvp(torch.func.grad(loss), (values["x"],), (values["x"],))
+
+
+def step(values: dict[str, Any], **options: Any) -> torch.Tensor:
+    state = torch.zeros(2, 4, 3, 5, dtype=values["x"].dtype)
+    at_0 = {name: values[name][:, 0] for name in ("x", "dt", "b", "c")}
+    return mamba2_state_update(state, at_0["x"], at_0["dt"], values["a"], at_0["b"], at_0["c"], **options)
+
+
+@pytest.mark.parametrize("op", ["mamba2_chunk_backward", "mamba2_state_update"])
+def test_kernels_say_that_a_tensor_has_no_memory(op: str) -> None:
+    values = SHAPES["bare"].values(torch.float32)
+
+    def one(x: torch.Tensor) -> Any:
+        if op == "mamba2_state_update":
+            return step(values | {"x": x}, backend="cutile")
+        arguments = [values[name] for name in ("a", "b", "c", "d", "dt", "init_state")]
+        return mamba2_chunk_backward(x, *arguments, x, None, backend="cutile")[0]
+
+    with running("cutile"), pytest.raises(RuntimeError) as raised:
+        torch.func.vmap(one)(values["x"][None])
+    assert str(raised.value) == (
+        f"{op}: backend 'cutile' works on memory, which tensors inside a transform of torch.func "
+        "(vmap, grad) do not have; use backend='torch' there"
+    )
+
+
+@pytest.mark.parametrize("backend", ["torch", "cutile"])
+def test_the_step_has_no_forward_mode_on_any_backend(backend: str) -> None:
+    values = SHAPES["bare"].values(torch.float32)
+    with running(backend), pytest.raises(BackendUnavailable) as raised:
+        torch.func.jvp(lambda x: step(values | {"x": x}, backend=backend), (values["x"],), (values["x"],))
+    assert "it computes no forward-mode derivatives. Backends of this op" in str(raised.value)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_tensors_from_outside_reach_the_kernels(shape: str) -> None:
+    values = SHAPES[shape].values(torch.float32)
+    with running("cutile"):
+        # Twice: the second call is one whose form is known.
+        expected = [call(values, backend="cutile")[0].sum() for _ in range(2)][0]
+        found = torch.func.grad(lambda w: w * call(values, backend="cutile")[0].sum())(torch.tensor(2.0))
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("op", [mamba2_chunk_forward, mamba2_chunk_scan])
+def test_vmap_without_a_choice_of_backend(op: Callable[..., Any]) -> None:
+    values = SHAPES["bare"].values(torch.float32)
+    names = ("x", "dt", "a", "b", "c", "d", "init_state")
+    arguments = {name: values[name] for name in names}
+    with running("cutile"):
+        found = torch.func.vmap(lambda x: op(**(arguments | {"x": x}))[0])(values["x"][None])
+        expected = op(**arguments)[0]
+    torch.testing.assert_close(found[0], expected)
