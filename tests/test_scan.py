@@ -444,7 +444,7 @@ def test_a_backend_of_the_scan_alone_gets_bare_calls_too(monkeypatch: pytest.Mon
     with torch.no_grad():
         got = call(values, backend="mine")
     assert error(got[0], scan_oracle.scan(**values)[0]) < 1e-11
-    with pytest.raises(BackendUnavailable, match="mamba2_chunk_forward has no backend 'nobodys'"):
+    with pytest.raises(BackendUnavailable, match="mamba2_chunk_scan has no backend 'nobodys'"):
         call(values, backend="nobodys")
 
 

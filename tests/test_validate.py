@@ -174,7 +174,7 @@ BACKWARD_ERRORS = [
     (
         {"state_dtype": torch.int32},
         TypeError,
-        "state_dtype must be float64, float32, bfloat16 or float16, got torch.int32",
+        "state_dtype must be float64, float32, bfloat16 or float16, got int32",
     ),
     (
         {"state_dtype": "float32"},

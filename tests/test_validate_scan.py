@@ -9,7 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilegym_mamba2 import interpreter, mamba2_chunk_scan, mamba2_state_update, validate_scan
+from tilegym_mamba2 import (
+    BackendUnavailable,
+    interpreter,
+    mamba2_chunk_scan,
+    mamba2_state_update,
+    validate_scan,
+)
 
 INF = math.inf
 
@@ -50,9 +56,14 @@ LIMIT_ERRORS = [
     (
         {"dt_limit": (np.array([0.0, 1.0]), INF)},
         TypeError,
-        "dt_limit must be two numbers (low, high), got (array([0., 1.]), inf)",
+        "dt_limit must be two numbers (low, high), got numpy.ndarray array([0., 1.]) for low",
     ),
-    ({"dt_limit": (False, INF)}, TypeError, "dt_limit must be two numbers (low, high), got (False, inf)"),
+    (
+        {"dt_limit": (False, INF)},
+        TypeError,
+        "dt_limit must be two numbers (low, high), got bool False for low",
+    ),
+    ({"dt_limit": (0, True)}, TypeError, "dt_limit must be two numbers (low, high), got bool True for high"),
 ]
 NESTED = torch.nested.nested_tensor([z(16, 4, 8), z(15, 4, 8)])
 SPARSE_ERRORS = [
@@ -90,7 +101,11 @@ SCAN_ERRORS = [
     ({"dt_softplus": None}, TypeError, "dt_softplus must be True or False, got NoneType None"),
     ({"dt_limit": 0.1}, TypeError, "dt_limit must be two numbers (low, high), got 0.1"),
     ({"dt_limit": (0.1,)}, TypeError, "dt_limit must be two numbers (low, high), got (0.1,)"),
-    ({"dt_limit": (0.1, None)}, TypeError, "dt_limit must be two numbers (low, high), got (0.1, None)"),
+    (
+        {"dt_limit": (0.1, None)},
+        TypeError,
+        "dt_limit must be two numbers (low, high), got NoneType None for high",
+    ),
     ({"dt_limit": (0.2, 0.1)}, ValueError, "dt_limit must be (low, high) with low ≤ high, got (0.2, 0.1)"),
     ({"dt_limit": (INF, INF)}, ValueError, "dt_limit must leave finite steps, got (inf, inf)"),
     ({"dt_limit": (-INF, -INF)}, ValueError, "dt_limit must leave finite steps, got (-inf, -inf)"),
@@ -172,12 +187,29 @@ def test_scan_errors(changes: dict[str, Any], kind: type, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "kind", "message"), [case for case in SCAN_ERRORS if "dt_limit" in case[0]], ids=str
+    ("changes", "kind", "message"), [case for case in SCAN_ERRORS if "z" not in case[0]], ids=str
 )
-def test_errors_of_limits_without_another_option(changes: dict[str, Any], kind: type, message: str) -> None:
+def test_errors_without_another_option(changes: dict[str, Any], kind: type, message: str) -> None:
+    """The same, though such calls may be those of `mamba2_chunk_forward`."""
     with pytest.raises(kind) as raised:
         scan(scan_arguments(z=None, **changes))
     assert str(raised.value) == message
+    assert raised.value.__suppress_context__ or raised.value.__context__ is None
+
+
+@pytest.mark.parametrize("options", [{}, {"z": z(2, 16, 4, 8)}], ids=["bare", "gated"])
+@pytest.mark.parametrize("backend", ["no such backend", "tilegym"])
+def test_a_backend_that_cannot_run_is_refused_by_the_name_of_the_scan(
+    backend: str, options: dict[str, Any]
+) -> None:
+    with pytest.raises(BackendUnavailable, match="^mamba2_chunk_scan(:| has no) backend"):
+        scan(scan_arguments(z=None) | options | {"backend": backend, "x": z(2, 16, 4, 8)})
+
+
+def test_under_autocast_a_wrong_shape_is_what_the_error_is_about() -> None:
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError) as raised:
+        scan(scan_arguments(z=None, d=z(3), b=z(2, 16, 1, 32, dtype=torch.bfloat16)))
+    assert str(raised.value) == "d must have shape (H,) = (4,) or (H, P) = (4, 8), got (3,)"
 
 
 @pytest.mark.parametrize(("changes", "kind", "message"), PACKED_ERRORS, ids=[m for _, _, m in PACKED_ERRORS])
@@ -304,9 +336,7 @@ def test_the_kernels_refuse_float64_by_name(changes: dict[str, Any], name: str) 
         with interpreter.interpret(), pytest.raises(TypeError) as raised:
             scan(bare)
         name = name.removesuffix(", z")
-        assert (
-            str(raised.value) == f"mamba2_chunk_forward: {takes}, got float64 for {name}; use backend='torch'"
-        )
+        assert str(raised.value) == f"mamba2_chunk_scan: {takes}, got float64 for {name}; use backend='torch'"
 
 
 # ---- the decoding step

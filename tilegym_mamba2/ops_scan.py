@@ -8,6 +8,7 @@ import torch
 from tilegym_mamba2 import autograd_scan, registry
 from tilegym_mamba2.autocast import FULL, KEEP, LOW, autocast
 from tilegym_mamba2.autograd import differentiable, goes_by_ops, in_transform, transforms_are_active
+from tilegym_mamba2.errors import BackendUnavailable
 from tilegym_mamba2.forms import PLAIN
 from tilegym_mamba2.ops_chunk import mamba2_chunk_forward
 from tilegym_mamba2.options import MAX_CHUNK_SIZE, NO_LIMIT, is_no_limit
@@ -110,7 +111,11 @@ def mamba2_chunk_scan(
         and (torch.compiler.is_compiling() or _forward_has(backend))
     )
     if bare and check is False:
-        return mamba2_chunk_forward(x, a, b, c, d, dt, init_state, chunk_size, backend=backend)
+        try:
+            return mamba2_chunk_forward(x, a, b, c, d, dt, init_state, chunk_size, backend=backend)
+        except (TypeError, ValueError, RuntimeError) as error:
+            _raise_as_scan(error, x, dt, a, b, c, d, init_state, chunk_size)
+            raise
 
     tensors = autocast((x, dt, a, b, c, d, z, dt_bias, init_state, cu_seqlens, seq_lens), _AUTOCAST)
     flags = (dt_softplus, dt_limit, chunk_size, state_dtype, return_chunk_states)
@@ -118,7 +123,8 @@ def mamba2_chunk_scan(
         check_bool("check", check)
         _check_values(tensors, flags)
         if bare:
-            return mamba2_chunk_forward(x, a, b, c, d, dt, init_state, chunk_size, backend=backend)
+            options = {"d": d, "init_state": init_state, "chunk_size": chunk_size, "backend": backend}
+            return mamba2_chunk_scan(x, dt, a, b, c, **options)
     if torch.compiler.is_compiling():
         return _by_op(tensors, flags, backend)
     validate_scan(*tensors, *flags)
@@ -149,6 +155,32 @@ def _recorded(
             results = autograd_scan.DirectScan.apply(scan, options, *tensors)
             return _results(*results, tensors[9] is not None, options.return_chunk_states)
     return _by_op(tensors, flags, backend, autograd_scan.scan_op)
+
+
+def _raise_as_scan(
+    error: Exception,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    d: torch.Tensor | None,
+    init_state: torch.Tensor | None,
+    chunk_size: int,
+) -> None:
+    """Raises an error of `mamba2_chunk_forward` as one of the scan: with the shapes it takes, by its name.
+
+    One that is neither about arguments nor by a name is left to the caller.
+    """
+    if type(error) in (TypeError, ValueError):
+        tensors = autocast((x, dt, a, b, c, d, None, None, init_state, None, None), _AUTOCAST)
+        try:
+            validate_scan(*tensors, False, NO_LIMIT, chunk_size, None, False)
+        except (TypeError, ValueError) as told:
+            raise told from None
+    text, theirs = str(error), "mamba2_chunk_forward"
+    if type(error) in (TypeError, ValueError, RuntimeError, BackendUnavailable) and text.startswith(theirs):
+        raise type(error)(autograd_scan.FORWARD + text.removeprefix(theirs)) from None
 
 
 def _forward_has(backend: str | None) -> bool:

@@ -76,7 +76,8 @@ def validate_backward(
 ) -> Dims:
     """Checks the arguments of `mamba2_chunk_backward`; like `validate_forward`; `state_dtype` is floating."""
     if not isinstance(state_dtype, torch.dtype) or state_dtype not in _DT:
-        raise TypeError(f"state_dtype must be {dtype_names(_FLOATS)}, got {state_dtype!r}")
+        got = dtype_name(state_dtype) if isinstance(state_dtype, torch.dtype) else repr(state_dtype)
+        raise TypeError(f"state_dtype must be {dtype_names(_FLOATS)}, got {got}")
     dims = _fast(x, a, b, c, d, dt, init_state, chunk_size, dout, dfinal_state)
     return dims or _check(
         {

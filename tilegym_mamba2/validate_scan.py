@@ -321,9 +321,9 @@ def _check_pipeline(dt_softplus: Any, dt_limit: Any) -> None:
     check_bool("dt_softplus", dt_softplus)
     if not isinstance(dt_limit, tuple | list) or len(dt_limit) != 2:
         raise TypeError(f"dt_limit must be two numbers (low, high), got {dt_limit!r}")
-    for value in dt_limit:
+    for name, value in zip(("low", "high"), dt_limit, strict=True):
         if not isinstance(value, int | float) or isinstance(value, bool):
-            raise TypeError(f"dt_limit must be two numbers (low, high), got {tuple(dt_limit)!r}")
+            raise TypeError(f"dt_limit must be two numbers (low, high), got {_told(value)} for {name}")
     low, high = dt_limit
     if not low <= high:
         raise ValueError(f"dt_limit must be (low, high) with low ≤ high, got {tuple(dt_limit)!r}")
@@ -334,10 +334,14 @@ def _check_pipeline(dt_softplus: Any, dt_limit: Any) -> None:
 def check_bool(name: str, value: Any) -> None:
     """Raises TypeError for anything but True and False."""
     if not isinstance(value, bool):
-        kind = type(value)
-        # numpy's is called bool too.
-        told = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
-        raise TypeError(f"{name} must be True or False, got {told} {value!r}")
+        raise TypeError(f"{name} must be True or False, got {_told(value)}")
+
+
+def _told(value: Any) -> str:
+    """Type and value; numpy's bool is called bool too, and is numpy.bool here."""
+    kind = type(value)
+    name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+    return f"{name} {value!r}"
 
 
 def _check_written(state: torch.Tensor, out: torch.Tensor | None) -> None:
