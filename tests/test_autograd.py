@@ -391,6 +391,37 @@ def test_a_batch_of_gradients(options: dict[str, Any]) -> None:
             assert torch.equal(batched[1], second)
 
 
+@pytest.mark.parametrize("options", [{}, {"dt_softplus": True}])
+def test_gradients_with_the_sign_beside_their_memory(options: dict[str, Any]) -> None:
+    """As torch makes them behind the conjugate of a complex tensor."""
+    inputs, signs = leaves(20), []
+
+    def through_complex(**call: Any) -> torch.Tensor:
+        out, final_state = scan(inputs, **call, **options)
+        for result in (out, final_state):
+            result.register_hook(lambda gradient: signs.append(gradient.is_neg()))
+        pairs = [torch.complex(torch.ones_like(t), t).conj() for t in (out, final_state)]
+        return torch.autograd.grad(sum((t * t).imag.sum() for t in pairs), list(inputs.values()))
+
+    expected = through_complex(backend="torch")
+    with interpreter.interpret():
+        got = through_complex(backend="cutile")
+    assert signs == [True] * 4
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_backward_takes_gradients_with_the_sign_beside_their_memory() -> None:
+    inputs = leaves(20, requires_grad=False)
+    tensors = [inputs[name] for name in OP_ORDER]
+    cotangents = [torch.ones_like(inputs[name]) for name in ("x", "init_state")]
+    with interpreter.interpret():
+        got, expected = (
+            mamba2_chunk_backward(*tensors, *given, backend="cutile")
+            for given in ([torch._neg_view(t) for t in cotangents], [-t for t in cotangents])
+        )
+    assert all(map(torch.equal, got, expected))
+
+
 def test_forward_mode_is_left_to_torch() -> None:
     inputs = leaves(20, requires_grad=False)
     with interpreter.interpret():

@@ -1000,6 +1000,7 @@ def test_grids_that_a_launch_refuses(grid):
         ((torch.zeros(4, dtype=torch.complex64), 1), "x has unsupported dtype torch.complex64"),
         ((torch.zeros(4, device="meta"), 1), "x is on meta"),
         ((torch.zeros(4).to_sparse(), 1), "x has layout"),
+        ((torch.complex(torch.zeros(4), torch.ones(4)).conj().imag, 1), "x is negated beside its memory"),
         ((torch.zeros(4), 2**31), "n = 2147483648 does not fit int32"),
         ((torch.zeros(4), None), "n of type NoneType"),
         ((torch.zeros(4), "4"), "n of type str"),

@@ -53,9 +53,10 @@ def mamba2_chunk_forward(
         backend: backend of this call ("cutile", "torch", "tilegym", or one of your own). None: the choice of
             `use_backend`, `tilegym.set_backend` or TILEGYM_MAMBA2_BACKEND, else the best that can run.
 
-    Inputs may have any strides and are not modified. All are on one device. A NaN or inf in a token reaches
-    all later ones and may reach earlier ones of the same 64 to 128. Under autocast x, b and c go to its dtype
-    and a, d, dt and init_state to float32.
+    Inputs may have any strides and are not modified. All are on one device. Kernels read their memory: what
+    `is_neg()`, such as `z.conj().imag`, must go through `resolve_neg()` first. A NaN or inf in a token
+    reaches all later ones and may reach earlier ones of the same 64 to 128. Under autocast x, b and c go to
+    its dtype and a, d, dt and init_state to float32.
 
     Differentiable in every tensor, on every backend that has a `mamba2_chunk_backward`; only the inputs are
     saved. Second derivatives and forward mode: backend "torch" alone, RuntimeError elsewhere. Also under
@@ -185,6 +186,10 @@ def mamba2_chunk_backward(
         BackendUnavailable: the chosen backend cannot run on these tensors or on this machine.
     """
     validate_backward(x, a, b, c, d, dt, init_state, dout, dfinal_state, chunk_size, state_dtype)
+    # Kernels read memory, and autograd hands on gradients with the sign beside it.
+    dout, dfinal_state = (
+        g.resolve_neg() if g is not None and g.is_neg() else g for g in (dout, dfinal_state)
+    )
     tensors = (x, a, b, c, d, dt, init_state, dout, dfinal_state)
     name, backward = registry.resolve(BACKWARD, backend, tensors)
     autograd.refuse_transform(BACKWARD, name)

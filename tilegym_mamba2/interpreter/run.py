@@ -147,6 +147,11 @@ class _Arguments:
             raise LaunchError(f"argument {name} is on {t.device}: the tile interpreter runs on CPU tensors")
         if t.layout is not torch.strided:
             raise LaunchError(f"argument {name} has layout {t.layout}, expected a strided tensor")
+        if t.is_neg():
+            raise LaunchError(
+                f"argument {name} is negated beside its memory (is_neg()), which a kernel would read without "
+                "the sign; see Tensor.resolve_neg"
+            )
         dtype = _cext.foreign_dtype_object_to_native(t.dtype)
         if dtype is None or (STORAGE.get(dtype) is not t.dtype and t.dtype not in _WIDE_UNSIGNED_TENSORS):
             raise LaunchError(f"argument {name} has unsupported dtype {t.dtype}")
