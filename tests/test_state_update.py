@@ -339,6 +339,37 @@ def test_a_known_form_gives_the_same_bits(as_on_a_gpu: list[int], token: Any, gi
     assert target is None or got is target
 
 
+@pytest.mark.parametrize("name", ["x", "dt", "a", "b", "c", "d", "z", "dt_bias"])
+@pytest.mark.parametrize("known", [False, True])
+def test_a_sign_beside_the_memory_counts(as_on_a_gpu: list[int], name: str, known: bool) -> None:
+    """Of views such as `z.conj().imag`, whose memory has the other sign."""
+    values = EVERYTHING.values(torch.float32)
+
+    def run(negated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        state = values["init_state"].clone()
+        return step(state, values | {name: negated}, backend="cutile"), state
+
+    if known:
+        run(values[name])
+    got, expected = run(torch._neg_view(values[name])), run(-values[name])
+    assert all(map(torch.equal, got, expected))
+    # What is kept of such a call is no other call's.
+    assert all(map(torch.equal, run(-values[name]), expected))
+
+
+@pytest.mark.parametrize("name", ["state", "out"])
+@pytest.mark.parametrize("known", [False, True])
+def test_a_negated_view_is_not_written(as_on_a_gpu: list[int], name: str, known: bool) -> None:
+    values = EVERYTHING.values(torch.float32)
+    written = {"state": values["init_state"], "out": torch.zeros_like(values["x"])}
+    if known:
+        step(written["state"], values, backend="cutile", out=written["out"])
+    written[name] = torch._neg_view(written[name])
+    with pytest.raises(ValueError) as raised:
+        step(written["state"], values, backend="cutile", out=written["out"])
+    assert str(raised.value) == f"{name} is written, and must not be a negated view (is_neg()), got one"
+
+
 def test_a_known_form_is_checked_for_overlap(as_on_a_gpu: list[int]) -> None:
     values = EVERYTHING.values(torch.float32)
     shape, size = values["x"].shape, values["init_state"].numel()

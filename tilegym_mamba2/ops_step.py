@@ -96,7 +96,8 @@ def mamba2_state_update(
     if out is None:
         out = torch.empty_like(x)
     arguments = (state, x, dt, a, b, c, d, z, dt_bias, state_indices, dt_softplus)
-    if compiling or type(x) not in PLAIN:
+    # torch gives ops what a negated view shows, where a kernel would read its memory.
+    if compiling or type(x) not in PLAIN or any(t.is_neg() for t in given):
         low, high = dt_limit
         state_update(*arguments, float(low), float(high), out, backend)
     else:
@@ -168,6 +169,8 @@ def _key(tensors: tuple[Tensor | None, ...], options: tuple | None, out: Tensor 
             for tensor in (*tensors, out):
                 if tensor is not None and tensor.requires_grad:
                     return None
+        if any(tensor is not None and tensor.is_neg() for tensor in (*tensors, out)):
+            return None
         return form_of_step(*tensors, out), options
     except (AttributeError, RuntimeError):  # no tensor, or a sparse or nested one: validation says which
         return None

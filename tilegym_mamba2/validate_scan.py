@@ -350,6 +350,8 @@ def _check_written(state: torch.Tensor, out: torch.Tensor | None) -> None:
     given = {"state": state, "out": out}
     given = {name: t for name, t in given.items() if type(t) in PLAIN and not t.is_meta and t.numel()}
     for name, tensor in given.items():
+        if tensor.is_neg():
+            raise ValueError(f"{name} is written, and must not be a negated view (is_neg()), got one")
         if _repeats(tensor):
             raise ValueError(
                 f"{name} is written, and must not repeat elements in memory, got shape {tuple(tensor.shape)} "
