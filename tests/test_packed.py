@@ -170,7 +170,7 @@ class Gpu:
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
-        monkeypatch.setattr(launch, "_signature", inspection.signature_of)
+        monkeypatch.setattr(launch, "signature_of", inspection.signature_of)
         monkeypatch.setattr(launch, "_enqueue", lambda item, stream: self.enqueued.append(item))
         monkeypatch.setattr(launch, "_compiled", set())
         monkeypatch.setattr(packed, "_functions", {})

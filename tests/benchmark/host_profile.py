@@ -7,11 +7,12 @@ microseconds of the CPU, the median and the minimum over rounds of many calls.
 """
 
 import argparse
+import contextlib
 import gc
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from rich.table import Table
 from tilegym_mamba2 import registry, validate
 from tilegym_mamba2.backends.cutile import forward as cutile
 from tilegym_mamba2.backends.cutile import launch as launcher
+from tilegym_mamba2.backends.cutile.packed import pack
 from tilegym_mamba2.bench import environment, timing
 from tilegym_mamba2.forms import form_of
 from tilegym_mamba2.spec import SPECS
@@ -64,12 +66,19 @@ def host_us(call: Callable[[], Any]) -> tuple[float, float]:
 def recorded(call: Callable[[], Any]) -> list[Any]:
     """The launches of a call, which are not run."""
     launches: list[Any] = []
-    run, launcher.run = launcher.run, lambda items, device: launches.extend(items)
-    try:
+    with launching_by(lambda items, *rest: launches.extend(items)):
         call()
-    finally:
-        launcher.run = run
     return launches
+
+
+@contextlib.contextmanager
+def launching_by(run_plan: Callable[..., None]) -> Iterator[None]:
+    """Within it the forward gives its launches to `run_plan`."""
+    before, cutile.run_plan = cutile.run_plan, run_plan
+    try:
+        yield
+    finally:
+        cutile.run_plan = before
 
 
 def breakdown(inputs: dict[str, Any]) -> list[Row]:
@@ -88,16 +97,27 @@ def breakdown(inputs: dict[str, Any]) -> list[Row]:
         "plan key and look-up": lambda: cutile._plan_of(form_of(*tensors), *tensors),
     }
     rows = [("parts", name, *host_us(part)) for name, part in parts.items()]
-    run, launcher.run = launcher.run, lambda items, device: None
-    try:
-        rows.append(("parts", "whole call without ct.launch", *host_us(call)))
-    finally:
-        launcher.run = run
+    with launching_by(lambda *rest: None):
+        rows.append(("parts", "whole call without launches", *host_us(call)))
     rows.append(("parts", "stream handle", *host_us(lambda: torch._C._cuda_getCurrentRawStream(0))))
     rows.append(("parts", "current device", *host_us(torch.cuda.current_device)))
-    for item in launches:
-        name = f"ct.launch of {item.kernel._pyfunc.__name__}, {len(item.args)} arguments"
-        rows.append(("parts", name, *host_us(lambda i=item: ct.launch(stream, i.grid, i.kernel, i.args))))
+    packed = pack(launches, [launcher.signature_of(item) for item in launches], device, True)
+    for item, ready in zip(launches, packed, strict=True):
+        name = f"{item.kernel._pyfunc.__name__}, {len(item.args)} arguments"
+        rows.append(
+            (
+                "parts",
+                f"ct.launch of {name}",
+                *host_us(lambda i=item: ct.launch(stream, i.grid, i.kernel, i.args)),
+            )
+        )
+        rows.append(
+            (
+                "parts",
+                f"packed launch of {name}",
+                *host_us(lambda i=item, r=ready: launcher.repeat(i, r, stream)),
+            )
+        )
     return rows
 
 

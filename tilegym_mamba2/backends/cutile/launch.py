@@ -19,7 +19,7 @@ from cuda.tile._cext import launch as launch_directly
 from cuda.tile.compilation import CallingConvention, KernelSignature
 
 from .availability import interpreter_active
-from .packed import Packed, packed_launches
+from .packed import Packed, pack
 
 # Past this many elements from its first, an element cannot be reached with 32-bit indices.
 INT32_REACH = 2**31
@@ -255,15 +255,20 @@ def run_plan(launches: Sequence[Launch | Lanes], device: torch.device, op_name: 
 def _run_packed(launches: Sequence[Any], packed: Sequence[Packed], device: torch.device) -> None:
     stream = torch._C._cuda_getCurrentRawStream(device.index)
     for item, ready in zip(launches, packed, strict=True):
-        addresses = [arg.data_ptr() for arg in item.args if isinstance(arg, torch.Tensor)]
-        # What the driver refuses is left to cuda-tile, which says why.
-        if not ready.launch(stream, addresses):
-            _enqueue(item, stream)
+        repeat(item, ready, stream)
+
+
+def repeat(item: Launch, packed: Packed, stream: int) -> None:
+    """Enqueues a launch of which `packed` was made, or one like it in all but addresses."""
+    addresses = [arg.data_ptr() for arg in item.args if isinstance(arg, torch.Tensor)]
+    # What the driver refuses is left to cuda-tile, which says why.
+    if not packed.launch(stream, addresses):
+        _enqueue(item, stream)
 
 
 def _run_first(launches: Sequence[Launch | Lanes], device: torch.device, op_name: str, seen: Seen) -> None:
     items = list(in_turn(launches))
-    forms = [_signature(item) for item in items]
+    forms = [signature_of(item) for item in items]
     # Each GPU loads its own copy.
     names = {(device.index, id(item.kernel), form.symbol) for item, form in zip(items, forms, strict=True)}
     capturing = torch.cuda.is_current_stream_capturing()
@@ -274,7 +279,7 @@ def _run_first(launches: Sequence[Launch | Lanes], device: torch.device, op_name
             f"the capture, or tilegym_mamba2.warmup(spec{', backward=True' if 'backward' in op_name else ''})"
         )
     if seen.repeats and not any(item.chained for item in items):
-        seen.packed = packed_launches(items, forms, device, not capturing)
+        seen.packed = pack(items, forms, device, not capturing)
     if seen.packed is not None:
         _run_packed(items, seen.packed, device)
     else:
@@ -284,6 +289,6 @@ def _run_first(launches: Sequence[Launch | Lanes], device: torch.device, op_name
     _compiled.update(names)
 
 
-def _signature(item: Launch) -> KernelSignature:
+def signature_of(item: Launch) -> KernelSignature:
     """What `ct.launch` compiles the kernel for, given these arguments."""
     return KernelSignature.from_kernel_args(item.kernel, item.args, CallingConvention.cutile_python_v2())

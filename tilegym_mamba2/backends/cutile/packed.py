@@ -64,7 +64,7 @@ class Packed:
 _functions: dict[tuple[int, int, str], Any] = {}
 
 
-def packed_launches(
+def pack(
     launches: Sequence[Any], signatures: Sequence[KernelSignature], device: torch.device, loads: bool
 ) -> list[Packed] | None:
     """Each of the launches, of the form that its signature says; compiles what is not compiled yet.
