@@ -239,7 +239,7 @@ class Run:
         if plan.finish_dt is not None:
             dx = piece.of(results["x"])
             # Those of `compute_dx` have their rows first.
-            rows_first = int(piece.compute_gradients is None)
+            rows_first = int(not plan.in_shares)
             of_tokens = (dx, piece.of(self.drows, rows_first), piece.of(self.overlap))
             tokens_written = {"dx": dx}
         if plan.for_groups:

@@ -56,6 +56,10 @@ class BackwardConfig:
     token_occupancy: int = 2
     token_warps: int = 4
     token_latency: int = 3
+    # `compute_dx` adds sums per token up no further than single warps can, where P is one tile in bfloat16;
+    # and keeps b and c on the chip from head to head.
+    token_shares: bool = False
+    token_resident: bool = False
     group_tile_n_max: int = 128
     group_occupancy: int = 2
     group_warps: int = 4

@@ -20,6 +20,7 @@ from .kernels import bwd_states as _states
 from .kernels import bwd_tiles as _tiles
 from .kernels import bwd_tokens as _tokens
 from .kernels.scan_out import NO_SKIP, SKIP_PER_CHANNEL, SKIP_PER_HEAD
+from .kernels.products import BF16
 from .launch import INT32_REACH, Lanes, Launch, Step, hinted, needs_wide, run_plan
 from .ragged import Ragged
 
@@ -111,6 +112,8 @@ class Plan:
     # Whether states are wanted beside their gradients, and whether db and dc are.
     entries: bool = False
     for_groups: bool = False
+    # Whether the sums per token are those of `compute_gradients`, see `halves`.
+    in_shares: bool = False
     # Whether the states at the segments' entries are kept.
     keeps_entries: bool = False
     # Whether finish_dt and sum_heads give dd as well.
@@ -177,7 +180,8 @@ def make_plan(problem: Problem, tensors: dict[str, torch.Tensor | None], plan: P
         # Ragged: a slot may take half a state more than its tiles, see `first_saved`.
         states_at_once = math.ceil((states_at_once + (problem.ragged and segments_at_once)) / 2)
     has_bias = problem.steps is not None and problem.steps[0]
-    if fused:
+    in_shares = fused or (config.token_shares and precision == BF16 and head_size <= TILE_P)
+    if in_shares:
         drows = (rows, heads, pad_count(tiles), _tiles.NUM_SHARES * tile)
     else:
         drows = (_tokens.NUM_DROWS, rows, heads, pad_count(tiles), tile)
@@ -198,7 +202,8 @@ def make_plan(problem: Problem, tensors: dict[str, torch.Tensor | None], plan: P
     dims = (rows, heads, head_size, state_size)
     builder = Builder(problem, dims, (tiles_per_segment, heads // groups, tiles), precision, config, wide)
     builder.forward, builder.segments = forward, segments
-    builder.fused, builder.paired = fused, paired
+    builder.fused, builder.paired, builder.in_shares = fused, paired, in_shares
+    plan.in_shares = in_shares
     if problem.steps is None:
         plan.rows = rows_step(batch, heads, tiles, forward, wide)
     for_tokens, for_groups = problem.for_tokens, problem.for_groups
@@ -262,6 +267,7 @@ class Builder:
     segments: int
     fused: bool
     paired: bool
+    in_shares: bool
 
     def __init__(
         self,
@@ -336,8 +342,11 @@ class Builder:
         heads = math.ceil(heads_per_group / parts)
         tile_n = config.token_tile_n(self.state_size)
         hints = (("occupancy", config.token_occupancy), ("num_worker_warps", config.token_warps))
+        kernel, flags = _tokens.compute_dx, (self.problem.skip, self.ragged)
+        if self.in_shares:
+            kernel, flags = _tokens.compute_dx_in_shares, (*flags, config.token_resident)
         return Step(
-            hinted(_tokens.compute_dx, self.wide, hints),
+            hinted(kernel, self.wide, hints),
             (part.rows * tiles * groups * math.ceil(heads_per_group / heads),),
             (
                 self._part_sizes(part, heads),
@@ -346,7 +355,7 @@ class Builder:
                 tile_n,
                 (self.p_tiles, math.ceil(self.state_size / tile_n)),
                 self.precision,
-                (self.problem.skip, self.ragged),
+                flags,
                 config.token_latency,
             ),
         )
@@ -404,7 +413,7 @@ class Builder:
         config, steps = self.config, self.problem.steps
         has_bias, softplus, dt_min, dt_max = steps or (False, False, 0.0, 0.0)
         parts = _tiles.OVERLAP_PARTS if self.paired else 1
-        flags = (self.has_d, self.ragged, steps is not None, has_bias, softplus, self.fused, parts)
+        flags = (self.has_d, self.ragged, steps is not None, has_bias, softplus, self.in_shares, parts)
         grid = (self.batch * self.tiles * math.ceil(self.heads / config.rows_heads),)
         constants = (self.tiles, dt_min, dt_max, config.tile_tokens, TILE_P, config.rows_heads, flags)
         kernel = hinted(_decay.finish_dt, self.wide, (("occupancy", config.finish_occupancy),))
