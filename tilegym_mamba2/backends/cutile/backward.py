@@ -124,6 +124,10 @@ class Scratch:
         entries = self.empty("tiles", self._plan.saved_dtype) if self._plan.entries else dexit_states
         return entries, dexit_states
 
+    def handed(self) -> tuple[torch.Tensor, ...]:
+        """What a lane's launches of `compute_part` hand on."""
+        return self.empty("handed_v"), self.empty("handed_dscores")
+
     def empty(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         known = self._plan.forms.get(name)
         if known is None:
@@ -217,11 +221,15 @@ class Run:
     def _pieces(self) -> list[Launch | Lanes]:
         """The pieces need nothing of each other but the memory for their tiles' states."""
         lanes = [[] for _ in self.scratch.saved]
+        handed = [self.scratch.handed() if self.plan.in_parts else () for _ in lanes]
         for k, piece in enumerate(self.plan.pieces):
-            lanes[k % len(lanes)] += self._piece(piece, self.scratch.saved[k % len(lanes)])
+            lane = k % len(lanes)
+            lanes[lane] += self._piece(piece, self.scratch.saved[lane], handed[lane])
         return [Lanes(tuple(lanes))] if len(lanes) > 1 else [item for lane in lanes for item in lane]
 
-    def _piece(self, piece: Piece, saved: tuple[torch.Tensor, torch.Tensor]) -> list[Launch]:
+    def _piece(
+        self, piece: Piece, saved: tuple[torch.Tensor, torch.Tensor], handed: tuple[torch.Tensor, ...]
+    ) -> list[Launch]:
         plan, scratch, results = self.plan, self.scratch, self.results
         x, b, c, dout = (piece.of(t) for t in (self.x, self.b, self.c, self.dout))
         rows = piece.of(scratch.rows, 1)
@@ -252,6 +260,11 @@ class Run:
             arrays = (x, b, c, rows, skip, dout, *saved, *places, *of_tokens, *of_groups)
             outputs = self.written(piece.written(tokens_written | groups_written))
             launches.append(piece.compute_gradients.launch(arrays, outputs))
+        for k, step in enumerate(piece.compute_parts):
+            arrays = (x, b, c, rows, skip, dout, *saved, *places, *of_tokens, *of_groups, *handed)
+            last = k == len(piece.compute_parts) - 1
+            outputs = self.written(piece.written(tokens_written)) if last else {}
+            launches.append(step.launch(arrays, outputs))
         if piece.compute_dx is not None:
             arrays = (x, b, c, rows, skip, dout, *saved, *places, *of_tokens)
             launches.append(piece.compute_dx.launch(arrays, self.written(piece.written(tokens_written))))

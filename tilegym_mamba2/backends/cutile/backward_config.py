@@ -69,6 +69,9 @@ class BackwardConfig:
     # Up to this N, and P 64, one kernel computes all gradients in bfloat16. 0: never.
     fused_tile_n_max: int = 128
     fused_latency: int = 3
+    # Beyond it one kernel computes all gradients in so many columns of N a launch, see `bwd_parts`. 0: never.
+    part_tile_n: int = 0
+    part_latency: int = 3
     # `compute_gradients` is given the states of pairs of tiles: half the memory. See `bwd_pairs`.
     paired: bool = True
     sum_tile: int = 256
@@ -132,6 +135,11 @@ class BackwardConfig:
         """Whether `compute_gradients` serves these sizes."""
         one_tile = head_size <= TILE_P and tile_of(state_size) <= self.fused_tile_n_max
         return precision == BF16 and one_tile
+
+    def in_parts(self, precision: int, head_size: int, state_size: int) -> bool:
+        """Whether `compute_part` serves these sizes."""
+        one_tile = head_size <= TILE_P
+        return precision == BF16 and one_tile and 0 < self.part_tile_n < tile_of(state_size)
 
     def in_pairs(self, state_size: int) -> bool:
         """Whether `compute_gradients`, where it serves, is given one state for two tiles."""

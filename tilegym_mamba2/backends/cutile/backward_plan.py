@@ -16,6 +16,7 @@ from .forward import PASS_AT_ONCE, TILE_P, pad_count, precision_of, rows_step, t
 from .kernels import bwd_decay as _decay
 from .kernels import bwd_gradients as _gradients
 from .kernels import bwd_groups as _groups
+from .kernels import bwd_parts as _parts
 from .kernels import bwd_states as _states
 from .kernels import bwd_tiles as _tiles
 from .kernels import bwd_tokens as _tokens
@@ -83,6 +84,7 @@ class Piece:
     compute_dx: Step | None = None
     compute_dbc: Step | None = None
     compute_gradients: Step | None = None
+    compute_parts: tuple[Step, ...] = ()
 
     def of(self, tensor: torch.Tensor, axis: int = 0) -> torch.Tensor:
         """The piece's rows of a tensor with the batch as its `axis`."""
@@ -114,6 +116,8 @@ class Plan:
     for_groups: bool = False
     # Whether the sums per token are those of `compute_gradients`, see `halves`.
     in_shares: bool = False
+    # Whether the pieces hand on sums from launch to launch, see `bwd_parts`.
+    in_parts: bool = False
     # Whether the states at the segments' entries are kept.
     keeps_entries: bool = False
     # Whether finish_dt and sum_heads give dd as well.
@@ -149,6 +153,9 @@ def make_plan(problem: Problem, tensors: dict[str, torch.Tensor | None], plan: P
             tiles_per_segment, tiles_of_row, problem.sequences
         )
     fused = problem.for_tokens and problem.for_groups and config.fused(precision, head_size, state_size)
+    in_parts = problem.for_tokens and problem.for_groups and not fused
+    in_parts = in_parts and config.in_parts(precision, head_size, state_size)
+    n_parts = math.ceil(state_size / config.part_tile_n) if in_parts else 1
     paired = fused and config.in_pairs(state_size)
     # A pair of tiles lies in one segment.
     tiles_per_segment += paired and tiles_per_segment % 2
@@ -180,17 +187,21 @@ def make_plan(problem: Problem, tensors: dict[str, torch.Tensor | None], plan: P
         # Ragged: a slot may take half a state more than its tiles, see `first_saved`.
         states_at_once = math.ceil((states_at_once + (problem.ragged and segments_at_once)) / 2)
     has_bias = problem.steps is not None and problem.steps[0]
-    in_shares = fused or (config.token_shares and precision == BF16 and head_size <= TILE_P)
+    in_shares = fused or in_parts or (config.token_shares and precision == BF16 and head_size <= TILE_P)
     if in_shares:
         drows = (rows, heads, pad_count(tiles), _tiles.NUM_SHARES * tile)
+        if in_parts:
+            drows = (*drows[:3], 2 * (_tiles.SHARES_OF_PARTS + n_parts - 1) * tile)
     else:
         drows = (_tokens.NUM_DROWS, rows, heads, pad_count(tiles), tile)
     plan.shapes = {
         "rows": (4, rows, heads, pad_count(tiles), tile),
         "drows": drows,
-        "overlap": (rows, heads, pad_count(tiles), TILE_P * (_tiles.OVERLAP_PARTS if paired else 1)),
+        "overlap": (rows, heads, pad_count(tiles), TILE_P * (_tiles.OVERLAP_PARTS if paired else n_parts)),
         "partial": (3 if has_bias else 2, heads, pad_count(rows * tiles)),
         "tiles": (rows_at_once, heads, pad_count(states_at_once), head_size, state_size),
+        "handed_v": (rows_at_once, heads, pad_count(states_at_once), tile, TILE_P),
+        "handed_dscores": (rows_at_once, groups * parts, pad_count(states_at_once), tile, tile),
         "segments": (rows, heads, pad_count(borders), head_size, state_size),
         "segment_decay": (rows, heads, pad_count(borders)),
         # Never a multiple of 16, which would be another compilation.
@@ -203,7 +214,8 @@ def make_plan(problem: Problem, tensors: dict[str, torch.Tensor | None], plan: P
     builder = Builder(problem, dims, (tiles_per_segment, heads // groups, tiles), precision, config, wide)
     builder.forward, builder.segments = forward, segments
     builder.fused, builder.paired, builder.in_shares = fused, paired, in_shares
-    plan.in_shares = in_shares
+    builder.n_parts = n_parts
+    plan.in_shares, plan.in_parts = in_shares, in_parts
     if problem.steps is None:
         plan.rows = rows_step(batch, heads, tiles, forward, wide)
     for_tokens, for_groups = problem.for_tokens, problem.for_groups
@@ -231,6 +243,8 @@ def make_plan(problem: Problem, tensors: dict[str, torch.Tensor | None], plan: P
             piece = Piece(some_rows, span, builder.tile_states(part, plan.entries))
             if fused:
                 piece.compute_gradients = builder.compute_gradients(part, groups, group_heads)
+            elif in_parts:
+                piece.compute_parts = builder.compute_parts(part, groups, group_heads)
             else:
                 if for_tokens:
                     piece.compute_dx = builder.compute_dx(part, groups)
@@ -268,6 +282,7 @@ class Builder:
     fused: bool
     paired: bool
     in_shares: bool
+    n_parts: int
 
     def __init__(
         self,
@@ -402,6 +417,30 @@ class Builder:
             ),
         )
 
+    def compute_parts(self, part: _Part, groups: int, heads: int) -> tuple[Step, ...]:
+        config, count = self.config, self.n_parts
+        sizes = self._part_sizes(part, heads)
+        kernel = hinted(_parts.compute_part, self.wide, (("occupancy", 1), ("num_worker_warps", 8)))
+        grid = (part.rows * sizes[0] * groups * math.ceil(self.heads_per_group / heads),)
+        return tuple(
+            Step(
+                kernel,
+                grid,
+                (
+                    sizes,
+                    n_tile,
+                    config.tile_tokens,
+                    TILE_P,
+                    config.part_tile_n,
+                    count,
+                    self.precision,
+                    (self.problem.skip, self.ragged, n_tile == 0, n_tile == count - 1),
+                    config.part_latency,
+                ),
+            )
+            for n_tile in range(count)
+        )
+
     def sum_parts(self, tiles: int, tiles_of_row: int, groups: int, parts: int) -> Step:
         """For `tiles` tiles of the token arrays, those of padding too."""
         config = self.config
@@ -412,8 +451,8 @@ class Builder:
     def finish_dt(self) -> Step:
         config, steps = self.config, self.problem.steps
         has_bias, softplus, dt_min, dt_max = steps or (False, False, 0.0, 0.0)
-        parts = _tiles.OVERLAP_PARTS if self.paired else 1
-        flags = (self.has_d, self.ragged, steps is not None, has_bias, softplus, self.in_shares, parts)
+        parts = _tiles.OVERLAP_PARTS if self.paired else self.n_parts
+        flags = (self.has_d, self.ragged, steps is not None, has_bias, softplus, self.in_shares, parts, self.n_parts)
         grid = (self.batch * self.tiles * math.ceil(self.heads / config.rows_heads),)
         constants = (self.tiles, dt_min, dt_max, config.tile_tokens, TILE_P, config.rows_heads, flags)
         kernel = hinted(_decay.finish_dt, self.wide, (("occupancy", config.finish_occupancy),))
