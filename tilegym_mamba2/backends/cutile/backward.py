@@ -125,8 +125,8 @@ class Scratch:
         return entries, dexit_states
 
     def handed(self) -> tuple[torch.Tensor, ...]:
-        """What a lane's launches of `compute_part` hand on."""
-        return self.empty("handed_v"), self.empty("handed_dscores")
+        """What a lane's launches hand on."""
+        return tuple(self.empty(name) for name in self._plan.handed)
 
     def empty(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         known = self._plan.forms.get(name)
@@ -221,7 +221,7 @@ class Run:
     def _pieces(self) -> list[Launch | Lanes]:
         """The pieces need nothing of each other but the memory for their tiles' states."""
         lanes = [[] for _ in self.scratch.saved]
-        handed = [self.scratch.handed() if self.plan.in_parts else () for _ in lanes]
+        handed = [self.scratch.handed() for _ in lanes]
         for k, piece in enumerate(self.plan.pieces):
             lane = k % len(lanes)
             lanes[lane] += self._piece(piece, self.scratch.saved[lane], handed[lane])
@@ -265,6 +265,14 @@ class Run:
             last = k == len(piece.compute_parts) - 1
             outputs = self.written(piece.written(tokens_written)) if last else {}
             launches.append(step.launch(arrays, outputs))
+        if piece.compute_dx_side is not None:
+            dx, drows, overlap = of_tokens
+            arrays = (x, b, c, rows, skip, dout, saved[1], *places, dx, drows, *handed)
+            outputs = self.written(piece.written(tokens_written))
+            launches.append(piece.compute_dx_side.launch(arrays, outputs))
+            arrays = (x, b, c, rows, dout, *saved, *places, *of_groups, drows, overlap, *handed)
+            outputs = self.written(piece.written(groups_written))
+            launches.append(piece.compute_dbc_side.launch(arrays, outputs))
         if piece.compute_dx is not None:
             arrays = (x, b, c, rows, skip, dout, *saved, *places, *of_tokens)
             launches.append(piece.compute_dx.launch(arrays, self.written(piece.written(tokens_written))))

@@ -71,6 +71,8 @@ class BackwardConfig:
     fused_latency: int = 3
     # Beyond it one kernel computes all gradients in so many columns of N a launch, see `bwd_parts`. 0: never.
     part_tile_n: int = 0
+    # Beyond `fused_tile_n_max`, P 64 and bfloat16: see `bwd_sides`.
+    sides: bool = False
     part_latency: int = 3
     # `compute_gradients` is given the states of pairs of tiles: half the memory. See `bwd_pairs`.
     paired: bool = True
@@ -141,6 +143,10 @@ class BackwardConfig:
         one_tile = head_size <= TILE_P
         return precision == BF16 and one_tile and 0 < self.part_tile_n < tile_of(state_size)
 
+    def in_sides(self, precision: int, head_size: int) -> bool:
+        """Whether `compute_dx_side` and `compute_dbc_side` serve these sizes."""
+        return self.sides and precision == BF16 and head_size <= TILE_P
+
     def in_pairs(self, state_size: int) -> bool:
         """Whether `compute_gradients`, where it serves, is given one state for two tiles."""
         # Beyond 128 columns there are no registers for it.
@@ -193,6 +199,7 @@ def default_config(arch: str, precision: int, head_shape: tuple[int, int], state
         if head_size > 64:
             return dataclasses.replace(config, token_occupancy=1, token_warps=8, group_tile_n_max=64)
         if arch == "sm_90" and state_size > 256:
+            config = dataclasses.replace(config, sides=True)
             # N 512 in tiles of 256, eight warps: compute_dx 660 to 560 us, compute_dbc 479 to 411.
             config = dataclasses.replace(config, token_tile_n_max=256, token_occupancy=1, token_warps=8)
             # No room for another sum of (L, 256).

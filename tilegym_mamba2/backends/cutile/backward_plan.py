@@ -17,6 +17,7 @@ from .kernels import bwd_decay as _decay
 from .kernels import bwd_gradients as _gradients
 from .kernels import bwd_groups as _groups
 from .kernels import bwd_parts as _parts
+from .kernels import bwd_sides as _sides
 from .kernels import bwd_states as _states
 from .kernels import bwd_tiles as _tiles
 from .kernels import bwd_tokens as _tokens
@@ -85,6 +86,8 @@ class Piece:
     compute_dbc: Step | None = None
     compute_gradients: Step | None = None
     compute_parts: tuple[Step, ...] = ()
+    compute_dx_side: Step | None = None
+    compute_dbc_side: Step | None = None
 
     def of(self, tensor: torch.Tensor, axis: int = 0) -> torch.Tensor:
         """The piece's rows of a tensor with the batch as its `axis`."""
@@ -116,8 +119,8 @@ class Plan:
     for_groups: bool = False
     # Whether the sums per token are those of `compute_gradients`, see `halves`.
     in_shares: bool = False
-    # Whether the pieces hand on sums from launch to launch, see `bwd_parts`.
-    in_parts: bool = False
+    # What the pieces hand on from launch to launch, see `bwd_parts` and `bwd_sides`.
+    handed: tuple[str, ...] = ()
     # Whether the states at the segments' entries are kept.
     keeps_entries: bool = False
     # Whether finish_dt and sum_heads give dd as well.
@@ -156,6 +159,11 @@ def make_plan(problem: Problem, tensors: dict[str, torch.Tensor | None], plan: P
     in_parts = problem.for_tokens and problem.for_groups and not fused
     in_parts = in_parts and config.in_parts(precision, head_size, state_size)
     n_parts = math.ceil(state_size / config.part_tile_n) if in_parts else 1
+    in_sides = problem.for_tokens and problem.for_groups and not (fused or in_parts)
+    in_sides = in_sides and config.in_sides(precision, head_size)
+    if in_sides:
+        n_parts = math.ceil(state_size / config.group_tile_n(state_size))
+    earlier_parts = n_parts if in_sides else n_parts - 1
     paired = fused and config.in_pairs(state_size)
     # A pair of tiles lies in one segment.
     tiles_per_segment += paired and tiles_per_segment % 2
@@ -187,11 +195,11 @@ def make_plan(problem: Problem, tensors: dict[str, torch.Tensor | None], plan: P
         # Ragged: a slot may take half a state more than its tiles, see `first_saved`.
         states_at_once = math.ceil((states_at_once + (problem.ragged and segments_at_once)) / 2)
     has_bias = problem.steps is not None and problem.steps[0]
-    in_shares = fused or in_parts or (config.token_shares and precision == BF16 and head_size <= TILE_P)
+    in_shares = fused or in_parts or in_sides or (config.token_shares and precision == BF16 and head_size <= TILE_P)
     if in_shares:
         drows = (rows, heads, pad_count(tiles), _tiles.NUM_SHARES * tile)
-        if in_parts:
-            drows = (*drows[:3], 2 * (_tiles.SHARES_OF_PARTS + n_parts - 1) * tile)
+        if earlier_parts:
+            drows = (*drows[:3], 2 * (_tiles.SHARES_OF_PARTS + earlier_parts) * tile)
     else:
         drows = (_tokens.NUM_DROWS, rows, heads, pad_count(tiles), tile)
     plan.shapes = {
@@ -214,8 +222,10 @@ def make_plan(problem: Problem, tensors: dict[str, torch.Tensor | None], plan: P
     builder = Builder(problem, dims, (tiles_per_segment, heads // groups, tiles), precision, config, wide)
     builder.forward, builder.segments = forward, segments
     builder.fused, builder.paired, builder.in_shares = fused, paired, in_shares
-    builder.n_parts = n_parts
-    plan.in_shares, plan.in_parts = in_shares, in_parts
+    builder.n_parts, builder.earlier_parts = n_parts, earlier_parts
+    plan.in_shares = in_shares
+    if in_parts or in_sides:
+        plan.handed = ("handed_v", "handed_dscores") if in_parts else ("handed_dscores",)
     if problem.steps is None:
         plan.rows = rows_step(batch, heads, tiles, forward, wide)
     for_tokens, for_groups = problem.for_tokens, problem.for_groups
@@ -243,6 +253,9 @@ def make_plan(problem: Problem, tensors: dict[str, torch.Tensor | None], plan: P
             piece = Piece(some_rows, span, builder.tile_states(part, plan.entries))
             if fused:
                 piece.compute_gradients = builder.compute_gradients(part, groups, group_heads)
+            elif in_sides:
+                piece.compute_dx_side = builder.compute_dx_side(part, groups, group_heads)
+                piece.compute_dbc_side = builder.compute_dbc_side(part, groups, group_heads)
             elif in_parts:
                 piece.compute_parts = builder.compute_parts(part, groups, group_heads)
             else:
@@ -283,6 +296,7 @@ class Builder:
     paired: bool
     in_shares: bool
     n_parts: int
+    earlier_parts: int
 
     def __init__(
         self,
@@ -441,6 +455,43 @@ class Builder:
             for n_tile in range(count)
         )
 
+    def compute_dx_side(self, part: _Part, groups: int, heads: int) -> Step:
+        config, sizes = self.config, self._part_sizes(part, heads)
+        tile_n = config.token_tile_n(self.state_size)
+        hints = (("occupancy", config.token_occupancy), ("num_worker_warps", config.token_warps))
+        return Step(
+            hinted(_sides.compute_dx_side, self.wide, hints),
+            (part.rows * sizes[0] * groups * math.ceil(self.heads_per_group / heads),),
+            (
+                sizes,
+                config.tile_tokens,
+                TILE_P,
+                tile_n,
+                math.ceil(self.state_size / tile_n),
+                self.precision,
+                (self.problem.skip, self.ragged),
+                config.token_latency,
+            ),
+        )
+
+    def compute_dbc_side(self, part: _Part, groups: int, heads: int) -> Step:
+        config, sizes = self.config, self._part_sizes(part, heads)
+        tile_n = config.group_tile_n(self.state_size)
+        hints = (("occupancy", config.group_occupancy), ("num_worker_warps", config.group_warps))
+        return Step(
+            hinted(_sides.compute_dbc_side, self.wide, hints),
+            (part.rows * sizes[0] * groups * math.ceil(self.heads_per_group / heads), self.n_parts),
+            (
+                sizes,
+                config.tile_tokens,
+                TILE_P,
+                tile_n,
+                self.precision,
+                (self.ragged,),
+                config.group_latency,
+            ),
+        )
+
     def sum_parts(self, tiles: int, tiles_of_row: int, groups: int, parts: int) -> Step:
         """For `tiles` tiles of the token arrays, those of padding too."""
         config = self.config
@@ -452,7 +503,7 @@ class Builder:
         config, steps = self.config, self.problem.steps
         has_bias, softplus, dt_min, dt_max = steps or (False, False, 0.0, 0.0)
         parts = _tiles.OVERLAP_PARTS if self.paired else self.n_parts
-        flags = (self.has_d, self.ragged, steps is not None, has_bias, softplus, self.in_shares, parts, self.n_parts)
+        flags = (self.has_d, self.ragged, steps is not None, has_bias, softplus, self.in_shares, parts, self.earlier_parts)
         grid = (self.batch * self.tiles * math.ceil(self.heads / config.rows_heads),)
         constants = (self.tiles, dt_min, dt_max, config.tile_tokens, TILE_P, config.rows_heads, flags)
         kernel = hinted(_decay.finish_dt, self.wide, (("occupancy", config.finish_occupancy),))

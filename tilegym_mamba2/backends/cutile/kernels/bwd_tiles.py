@@ -11,7 +11,7 @@ from .tiles import load_scalar
 # for LATER, two each for CARRIED, DIRECT and EARLIER, in units of as many, and one whose sum is that of SKIP.
 SHARES_LATER, SHARES_CARRIED, SHARES_DIRECT, SHARES_EARLIER, SHARES_SKIP = 0, 2, 3, 4, 10
 NUM_SHARES = 11
-# Rows of `compute_part`: two for EARLIER of each launch but the last, in units of two, follow.
+# More rows for EARLIER, two for each of some columns of N, may follow: in units of two.
 SHARES_OF_PARTS = 6
 
 # Parts of a row of `overlap`, TILE_P numbers each.
