@@ -267,7 +267,7 @@ class Run:
             launches.append(step.launch(arrays, outputs))
         if piece.compute_dx_side is not None:
             dx, drows, overlap = of_tokens
-            arrays = (x, b, c, rows, skip, dout, saved[1], *places, dx, drows, *handed)
+            arrays = (x, b, c, rows, skip, dout, saved[1], *places, *of_tokens, *handed)
             outputs = self.written(piece.written(tokens_written))
             launches.append(piece.compute_dx_side.launch(arrays, outputs))
             arrays = (x, b, c, rows, dout, *saved, *places, *of_groups, drows, overlap, *handed)

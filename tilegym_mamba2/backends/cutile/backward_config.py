@@ -73,6 +73,7 @@ class BackwardConfig:
     part_tile_n: int = 0
     # Beyond `fused_tile_n_max`, P 64 and bfloat16: see `bwd_sides`.
     sides: bool = False
+    side_pairs: bool = False
     part_latency: int = 3
     # `compute_gradients` is given the states of pairs of tiles: half the memory. See `bwd_pairs`.
     paired: bool = True
@@ -146,6 +147,9 @@ class BackwardConfig:
     def in_sides(self, precision: int, head_size: int) -> bool:
         """Whether `compute_dx_side` and `compute_dbc_side` serve these sizes."""
         return self.sides and precision == BF16 and head_size <= TILE_P
+
+    def sides_in_pairs(self) -> bool:
+        return self.side_pairs and self.tile_tokens == TILE_P
 
     def in_pairs(self, state_size: int) -> bool:
         """Whether `compute_gradients`, where it serves, is given one state for two tiles."""

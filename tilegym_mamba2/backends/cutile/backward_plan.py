@@ -164,7 +164,7 @@ def make_plan(problem: Problem, tensors: dict[str, torch.Tensor | None], plan: P
     if in_sides:
         n_parts = math.ceil(state_size / config.group_tile_n(state_size))
     earlier_parts = n_parts if in_sides else n_parts - 1
-    paired = fused and config.in_pairs(state_size)
+    paired = (fused and config.in_pairs(state_size)) or (in_sides and config.sides_in_pairs())
     # A pair of tiles lies in one segment.
     tiles_per_segment += paired and tiles_per_segment % 2
     # Of the scratch arrays: batch, tiles, segments, and what crosses their borders.
@@ -191,9 +191,11 @@ def make_plan(problem: Problem, tensors: dict[str, torch.Tensor | None], plan: P
     else:
         rows_at_once, segments_at_once = config.piece(rows, segments, blocks, tiles_per_segment)
     states_at_once = min(tiles, segments_at_once * tiles_per_segment)
+    tiles_at_once = states_at_once
     if paired:
         # Ragged: a slot may take half a state more than its tiles, see `first_saved`.
         states_at_once = math.ceil((states_at_once + (problem.ragged and segments_at_once)) / 2)
+    overlap_parts = n_parts * (_tiles.OVERLAP_PARTS if paired else 1)
     has_bias = problem.steps is not None and problem.steps[0]
     in_shares = fused or in_parts or in_sides or (config.token_shares and precision == BF16 and head_size <= TILE_P)
     if in_shares:
@@ -205,11 +207,17 @@ def make_plan(problem: Problem, tensors: dict[str, torch.Tensor | None], plan: P
     plan.shapes = {
         "rows": (4, rows, heads, pad_count(tiles), tile),
         "drows": drows,
-        "overlap": (rows, heads, pad_count(tiles), TILE_P * (_tiles.OVERLAP_PARTS if paired else n_parts)),
+        "overlap": (rows, heads, pad_count(tiles), TILE_P * overlap_parts),
         "partial": (3 if has_bias else 2, heads, pad_count(rows * tiles)),
         "tiles": (rows_at_once, heads, pad_count(states_at_once), head_size, state_size),
         "handed_v": (rows_at_once, heads, pad_count(states_at_once), tile, TILE_P),
-        "handed_dscores": (rows_at_once, groups * parts, pad_count(states_at_once), tile, tile),
+        "handed_dscores": (
+            rows_at_once,
+            groups * parts,
+            pad_count(tiles_at_once),
+            tile * (2 if paired else 1),
+            tile,
+        ),
         "segments": (rows, heads, pad_count(borders), head_size, state_size),
         "segment_decay": (rows, heads, pad_count(borders)),
         # Never a multiple of 16, which would be another compilation.
@@ -469,7 +477,7 @@ class Builder:
                 tile_n,
                 math.ceil(self.state_size / tile_n),
                 self.precision,
-                (self.problem.skip, self.ragged),
+                (self.problem.skip, self.ragged, self.paired, self.n_parts),
                 config.token_latency,
             ),
         )
@@ -487,7 +495,7 @@ class Builder:
                 TILE_P,
                 tile_n,
                 self.precision,
-                (self.ragged,),
+                (self.ragged, self.paired),
                 config.group_latency,
             ),
         )
@@ -502,7 +510,7 @@ class Builder:
     def finish_dt(self) -> Step:
         config, steps = self.config, self.problem.steps
         has_bias, softplus, dt_min, dt_max = steps or (False, False, 0.0, 0.0)
-        parts = _tiles.OVERLAP_PARTS if self.paired else self.n_parts
+        parts = self.n_parts * (_tiles.OVERLAP_PARTS if self.paired else 1)
         flags = (self.has_d, self.ragged, steps is not None, has_bias, softplus, self.in_shares, parts, self.earlier_parts)
         grid = (self.batch * self.tiles * math.ceil(self.heads / config.rows_heads),)
         constants = (self.tiles, dt_min, dt_max, config.tile_tokens, TILE_P, config.rows_heads, flags)
