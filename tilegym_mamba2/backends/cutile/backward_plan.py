@@ -16,13 +16,11 @@ from .forward import PASS_AT_ONCE, TILE_P, pad_count, precision_of, rows_step, t
 from .kernels import bwd_decay as _decay
 from .kernels import bwd_gradients as _gradients
 from .kernels import bwd_groups as _groups
-from .kernels import bwd_parts as _parts
 from .kernels import bwd_sides as _sides
 from .kernels import bwd_states as _states
 from .kernels import bwd_tiles as _tiles
 from .kernels import bwd_tokens as _tokens
 from .kernels.scan_out import NO_SKIP, SKIP_PER_CHANNEL, SKIP_PER_HEAD
-from .kernels.products import BF16
 from .launch import INT32_REACH, Lanes, Launch, Step, hinted, needs_wide, run_plan
 from .ragged import Ragged
 
@@ -85,7 +83,6 @@ class Piece:
     compute_dx: Step | None = None
     compute_dbc: Step | None = None
     compute_gradients: Step | None = None
-    compute_parts: tuple[Step, ...] = ()
     compute_dx_side: Step | None = None
     compute_dbc_side: Step | None = None
 
@@ -119,8 +116,8 @@ class Plan:
     for_groups: bool = False
     # Whether the sums per token are those of `compute_gradients`, see `halves`.
     in_shares: bool = False
-    # What the pieces hand on from launch to launch, see `bwd_parts` and `bwd_sides`.
-    handed: tuple[str, ...] = ()
+    # Whether the kernels are those of `bwd_sides`.
+    in_sides: bool = False
     # Whether the states at the segments' entries are kept.
     keeps_entries: bool = False
     # Whether finish_dt and sum_heads give dd as well.
@@ -156,15 +153,12 @@ def make_plan(problem: Problem, tensors: dict[str, torch.Tensor | None], plan: P
             tiles_per_segment, tiles_of_row, problem.sequences
         )
     fused = problem.for_tokens and problem.for_groups and config.fused(precision, head_size, state_size)
-    in_parts = problem.for_tokens and problem.for_groups and not fused
-    in_parts = in_parts and config.in_parts(precision, head_size, state_size)
-    n_parts = math.ceil(state_size / config.part_tile_n) if in_parts else 1
-    in_sides = problem.for_tokens and problem.for_groups and not (fused or in_parts)
+    in_sides = problem.for_tokens and problem.for_groups and not fused
     in_sides = in_sides and config.in_sides(precision, head_size)
-    if in_sides:
-        n_parts = math.ceil(state_size / config.group_tile_n(state_size))
-    earlier_parts = n_parts if in_sides else n_parts - 1
-    paired = (fused and config.in_pairs(state_size)) or (in_sides and config.sides_in_pairs())
+    in_shares = fused or in_sides
+    # Of what `compute_dbc_side` sums over the columns of N.
+    n_parts = math.ceil(state_size / min(tile_of(state_size), config.side_group_tile_n)) if in_sides else 0
+    paired = in_shares and config.in_pairs(fused, state_size)
     # A pair of tiles lies in one segment.
     tiles_per_segment += paired and tiles_per_segment % 2
     # Of the scratch arrays: batch, tiles, segments, and what crosses their borders.
@@ -195,13 +189,12 @@ def make_plan(problem: Problem, tensors: dict[str, torch.Tensor | None], plan: P
     if paired:
         # Ragged: a slot may take half a state more than its tiles, see `first_saved`.
         states_at_once = math.ceil((states_at_once + (problem.ragged and segments_at_once)) / 2)
-    overlap_parts = n_parts * (_tiles.OVERLAP_PARTS if paired else 1)
+    overlap_parts = max(n_parts, 1) * (_tiles.OVERLAP_PARTS if paired else 1)
     has_bias = problem.steps is not None and problem.steps[0]
-    in_shares = fused or in_parts or in_sides or (config.token_shares and precision == BF16 and head_size <= TILE_P)
     if in_shares:
         drows = (rows, heads, pad_count(tiles), _tiles.NUM_SHARES * tile)
-        if earlier_parts:
-            drows = (*drows[:3], 2 * (_tiles.SHARES_OF_PARTS + earlier_parts) * tile)
+        if in_sides:
+            drows = (*drows[:3], 2 * (_tiles.SHARES_OF_PARTS + n_parts) * tile)
     else:
         drows = (_tokens.NUM_DROWS, rows, heads, pad_count(tiles), tile)
     plan.shapes = {
@@ -210,8 +203,7 @@ def make_plan(problem: Problem, tensors: dict[str, torch.Tensor | None], plan: P
         "overlap": (rows, heads, pad_count(tiles), TILE_P * overlap_parts),
         "partial": (3 if has_bias else 2, heads, pad_count(rows * tiles)),
         "tiles": (rows_at_once, heads, pad_count(states_at_once), head_size, state_size),
-        "handed_v": (rows_at_once, heads, pad_count(states_at_once), tile, TILE_P),
-        "handed_dscores": (
+        "dscores": (
             rows_at_once,
             groups * parts,
             pad_count(tiles_at_once),
@@ -230,10 +222,8 @@ def make_plan(problem: Problem, tensors: dict[str, torch.Tensor | None], plan: P
     builder = Builder(problem, dims, (tiles_per_segment, heads // groups, tiles), precision, config, wide)
     builder.forward, builder.segments = forward, segments
     builder.fused, builder.paired, builder.in_shares = fused, paired, in_shares
-    builder.n_parts, builder.earlier_parts = n_parts, earlier_parts
-    plan.in_shares = in_shares
-    if in_parts or in_sides:
-        plan.handed = ("handed_v", "handed_dscores") if in_parts else ("handed_dscores",)
+    builder.n_parts, builder.overlap_parts = n_parts, overlap_parts
+    plan.in_shares, plan.in_sides = in_shares, in_sides
     if problem.steps is None:
         plan.rows = rows_step(batch, heads, tiles, forward, wide)
     for_tokens, for_groups = problem.for_tokens, problem.for_groups
@@ -264,8 +254,6 @@ def make_plan(problem: Problem, tensors: dict[str, torch.Tensor | None], plan: P
             elif in_sides:
                 piece.compute_dx_side = builder.compute_dx_side(part, groups, group_heads)
                 piece.compute_dbc_side = builder.compute_dbc_side(part, groups, group_heads)
-            elif in_parts:
-                piece.compute_parts = builder.compute_parts(part, groups, group_heads)
             else:
                 if for_tokens:
                     piece.compute_dx = builder.compute_dx(part, groups)
@@ -304,7 +292,7 @@ class Builder:
     paired: bool
     in_shares: bool
     n_parts: int
-    earlier_parts: int
+    overlap_parts: int
 
     def __init__(
         self,
@@ -379,11 +367,8 @@ class Builder:
         heads = math.ceil(heads_per_group / parts)
         tile_n = config.token_tile_n(self.state_size)
         hints = (("occupancy", config.token_occupancy), ("num_worker_warps", config.token_warps))
-        kernel, flags = _tokens.compute_dx, (self.problem.skip, self.ragged)
-        if self.in_shares:
-            kernel, flags = _tokens.compute_dx_in_shares, (*flags, config.token_resident)
         return Step(
-            hinted(kernel, self.wide, hints),
+            hinted(_tokens.compute_dx, self.wide, hints),
             (part.rows * tiles * groups * math.ceil(heads_per_group / heads),),
             (
                 self._part_sizes(part, heads),
@@ -392,7 +377,7 @@ class Builder:
                 tile_n,
                 (self.p_tiles, math.ceil(self.state_size / tile_n)),
                 self.precision,
-                flags,
+                (self.problem.skip, self.ragged),
                 config.token_latency,
             ),
         )
@@ -439,65 +424,28 @@ class Builder:
             ),
         )
 
-    def compute_parts(self, part: _Part, groups: int, heads: int) -> tuple[Step, ...]:
-        config, count = self.config, self.n_parts
-        sizes = self._part_sizes(part, heads)
-        kernel = hinted(_parts.compute_part, self.wide, (("occupancy", 1), ("num_worker_warps", 8)))
-        grid = (part.rows * sizes[0] * groups * math.ceil(self.heads_per_group / heads),)
-        return tuple(
-            Step(
-                kernel,
-                grid,
-                (
-                    sizes,
-                    n_tile,
-                    config.tile_tokens,
-                    TILE_P,
-                    config.part_tile_n,
-                    count,
-                    self.precision,
-                    (self.problem.skip, self.ragged, n_tile == 0, n_tile == count - 1),
-                    config.part_latency,
-                ),
-            )
-            for n_tile in range(count)
-        )
-
     def compute_dx_side(self, part: _Part, groups: int, heads: int) -> Step:
-        config, sizes = self.config, self._part_sizes(part, heads)
-        tile_n = config.token_tile_n(self.state_size)
-        hints = (("occupancy", config.token_occupancy), ("num_worker_warps", config.token_warps))
-        return Step(
-            hinted(_sides.compute_dx_side, self.wide, hints),
-            (part.rows * sizes[0] * groups * math.ceil(self.heads_per_group / heads),),
-            (
-                sizes,
-                config.tile_tokens,
-                TILE_P,
-                tile_n,
-                math.ceil(self.state_size / tile_n),
-                self.precision,
-                (self.problem.skip, self.ragged, self.paired, self.n_parts),
-                config.token_latency,
-            ),
-        )
+        config = self.config
+        tile_n = min(tile_of(self.state_size), config.side_token_tile_n)
+        flags = (self.problem.skip, self.ragged, self.paired, self.n_parts)
+        constants = (tile_n, math.ceil(self.state_size / tile_n), self.precision, flags)
+        return self._side_step(_sides.compute_dx_side, part, (groups, heads, 1), constants)
 
     def compute_dbc_side(self, part: _Part, groups: int, heads: int) -> Step:
-        config, sizes = self.config, self._part_sizes(part, heads)
-        tile_n = config.group_tile_n(self.state_size)
-        hints = (("occupancy", config.group_occupancy), ("num_worker_warps", config.group_warps))
+        tile_n = min(tile_of(self.state_size), self.config.side_group_tile_n)
+        constants = (tile_n, self.precision, (self.ragged, self.paired))
+        return self._side_step(_sides.compute_dbc_side, part, (groups, heads, self.n_parts), constants)
+
+    def _side_step(
+        self, kernel: Any, part: _Part, cut: tuple[int, int, int], constants: tuple[Any, ...]
+    ) -> Step:
+        """cut: (groups, heads a block, parts of N)."""
+        config, (groups, heads, n_parts) = self.config, cut
+        sizes = self._part_sizes(part, heads)
         return Step(
-            hinted(_sides.compute_dbc_side, self.wide, hints),
-            (part.rows * sizes[0] * groups * math.ceil(self.heads_per_group / heads), self.n_parts),
-            (
-                sizes,
-                config.tile_tokens,
-                TILE_P,
-                tile_n,
-                self.precision,
-                (self.ragged, self.paired),
-                config.group_latency,
-            ),
+            hinted(kernel, self.wide, (("occupancy", 1), ("num_worker_warps", 8))),
+            (part.rows * sizes[0] * groups * math.ceil(self.heads_per_group / heads), n_parts),
+            (sizes, config.tile_tokens, TILE_P, *constants, config.side_latency),
         )
 
     def sum_parts(self, tiles: int, tiles_of_row: int, groups: int, parts: int) -> Step:
@@ -510,8 +458,16 @@ class Builder:
     def finish_dt(self) -> Step:
         config, steps = self.config, self.problem.steps
         has_bias, softplus, dt_min, dt_max = steps or (False, False, 0.0, 0.0)
-        parts = self.n_parts * (_tiles.OVERLAP_PARTS if self.paired else 1)
-        flags = (self.has_d, self.ragged, steps is not None, has_bias, softplus, self.in_shares, parts, self.earlier_parts)
+        flags = (
+            self.has_d,
+            self.ragged,
+            steps is not None,
+            has_bias,
+            softplus,
+            self.in_shares,
+            self.overlap_parts,
+            self.n_parts,
+        )
         grid = (self.batch * self.tiles * math.ceil(self.heads / config.rows_heads),)
         constants = (self.tiles, dt_min, dt_max, config.tile_tokens, TILE_P, config.rows_heads, flags)
         kernel = hinted(_decay.finish_dt, self.wide, (("occupancy", config.finish_occupancy),))

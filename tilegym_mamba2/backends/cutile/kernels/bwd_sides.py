@@ -1,7 +1,7 @@
 """`compute_dx` and `compute_dbc` where a head's state is several tiles, so that dH' is read twice and H once.
 
-The formulas are theirs, see `bwd_tokens` and `bwd_groups`. `compute_dx_side` takes what needs dH' over all of N
-at once (v, and so dx) and all that comes from x dYᵀ, dS too; `compute_dbc_side` takes for some columns of N
+The formulas are theirs, see `bwd_tokens` and `bwd_groups`. `compute_dx_side` takes what needs dH' over all of
+N at once (v, and so dx) and all that comes from x dYᵀ, dS too; `compute_dbc_side` takes for some columns of N
 what is linear in them: db, dc, and of inter and ⟨H, dH'⟩ a share each, which `finish_dt` adds up.
 
 In pairs, as in `bwd_pairs`: the partner's tokens are met in `compute_dx_side`, products of L × L all of them.
@@ -47,7 +47,6 @@ from .tiles import (
     store_tokens,
 )
 
-
 # Which tile it is: of no pair, the first, the second.
 ALONE, FIRST, SECOND = 0, 1, 2
 # Rows of the `dscores` array, L numbers each: of the tile's own tokens, and of its tokens and the partner's.
@@ -55,9 +54,10 @@ OWN_SCORES, FAR_SCORES = 0, 1
 
 
 def scores_of(rows_of, columns_of, place, far_place, options):
-    """(L, L): b or c of a tile times the other of a tile, over all columns of N.
+    """(L, L): b or c of a tile times the other one of a tile, over all columns of N.
 
-    place, far_place: (batch, token tile, group)."""
+    place, far_place: (batch, token tile, group).
+    """
     L, TILE_N, N_TILES, PRECISION, LATENCY = options
     scores = ct.zeros((L, L), ct.float32)
     for n_tile in range(N_TILES):
@@ -73,6 +73,7 @@ def store_scores(dscores, index, which, values):
 
 
 def load_scores(dscores, index, which, tile_tokens, latency):
+    """See `store_scores`."""
     shape = (tile_tokens, tile_tokens)
     return ct.load(dscores, (*index, which, 0), (1, 1, 1, *shape), latency=latency).reshape(shape)
 
@@ -264,8 +265,8 @@ def compute_dbc_side(
 ):
     """Some heads of one group at one tile of tokens, TILE_N of the N columns.
 
-    Grid: (B · tiles · G · parts, ceil(N / TILE_N)). FLAGS: (RAGGED, PAIRED). sizes, tiles, table and the arrays: as
-    in `compute_dx_side`, whose dscores it reads, and entry_states as dexit_states; writes db, dc
+    Grid: (B · tiles · G · parts, ceil(N / TILE_N)). FLAGS: (RAGGED, PAIRED). sizes, tiles, table and the
+    arrays: as in `compute_dx_side`, whose dscores it reads, and entry_states as dexit_states; writes db, dc
     (B, T, G · parts, N), of drows two rows from SHARES_OF_PARTS on for each of the columns' tiles, and
     overlap (B, H, ≥ tiles, ceil(N / TILE_N) · TILE_P).
 

@@ -20,23 +20,12 @@ L×L forms are transposed, (j, i), so that Wᵀ is computed where the product wi
 import cuda.tile as ct
 
 from .bwd_tiles import (
-    OVERLAP_OF_PAIR,
-    SHARES_CARRIED,
-    SHARES_DIRECT,
-    SHARES_EARLIER,
-    SHARES_LATER,
-    SHARES_SKIP,
     decay_t,
     decode_heads,
-    halves,
     load_saved_state,
     load_skip_row,
-    quarters,
     ragged_tile,
-    shares,
-    store_overlap,
     store_row,
-    store_shares,
 )
 from .decay import exp2
 from .products import product, product_of_loaded
@@ -179,99 +168,3 @@ def compute_dx(
         if SKIP == SKIP_PER_HEAD:
             store_row(drows, DROW_SKIP, index, on_diagonal)
         ct.store(overlap, (batch, head, tile, 0), (state_overlap * across).reshape((1, 1, 1, TILE_P)))
-
-
-@ct.kernel
-def compute_dx_in_shares(
-    x,
-    b,
-    c,
-    rows,
-    d_skip,
-    dout,
-    entry_states,
-    dexit_states,
-    tiles,
-    table,
-    dx,
-    drows,
-    overlap,
-    sizes: tuple,
-    L: ConstInt,
-    TILE_P: ConstInt,
-    TILE_N: ConstInt,
-    TILES: ConstTuple,
-    PRECISION: ConstInt,
-    FLAGS: ConstTuple,
-    LATENCY: ConstInt,
-):
-    """`compute_dx` for P ≤ TILE_P, with drows and overlap as `compute_gradients` writes them.
-
-    FLAGS: (what d_skip is, RAGGED, RESIDENT). RESIDENT: b and c stay on the chip from head to head.
-    """
-    SKIP, RAGGED, RESIDENT = FLAGS
-    _, N_TILES = TILES
-    batch, group, _, tile, saved, first, count = decode_heads(b.shape[2], sizes)
-    at = tile
-    if RAGGED:
-        tile, span = ragged_tile(tiles, table, saved, sizes)
-        if span[1] >= span[2]:
-            return
-        at = 0
-        x, b, c = window(x, *span), window(b, *span), window(c, *span)
-        dout, dx = window(dout, *span), window(dx, *span)
-    tokens = ct.arange(L, dtype=ct.int32)
-    zeros = ct.zeros((L, L), ct.float32)
-    diagonal = tokens[None, :] == tokens[:, None]
-    channels = ct.arange(TILE_P, dtype=ct.int32)
-    on_trace = channels[None, :] == channels[:, None]
-
-    scores_t = zeros
-    b_tiles, c_tiles = (), ()
-    for n_tile in ct.static_iter(range(N_TILES)):
-        b_tile = load_tokens(b, (batch, at, group, n_tile), (L, TILE_N), LATENCY)
-        c_tile = load_tokens(c, (batch, at, group, n_tile), (L, TILE_N), LATENCY)
-        scores_t = product_of_loaded(b_tile, c_tile.transpose(), scores_t, PRECISION)
-        b_tiles, c_tiles = b_tiles + (b_tile,), c_tiles + (c_tile,)
-
-    for k in range(count):
-        head = first + k
-        index = (batch, head, tile)
-        rows_tile = load_rows(rows, index, L, LATENCY)
-        g, dt = row(rows_tile, ROW_G), row(rows_tile, ROW_DT)[:, None]
-        until_exit = exp2(last_of_row(rows_tile, ROW_G) - g)[:, None]
-        skip = load_skip_row(d_skip, head, 0, SKIP, TILE_P)
-        x_tile = load_tokens(x, (batch, at, head, 0), (L, TILE_P), LATENCY)
-        dy_tile = load_tokens(dout, (batch, at, head, 0), (L, TILE_P), LATENCY)
-        v = ct.zeros((L, TILE_P), ct.float32)
-        from_entry = ct.zeros((L, TILE_P), ct.float32)
-        both = ct.zeros((TILE_P, TILE_P), ct.float32)
-        for n_tile in ct.static_iter(range(N_TILES)):
-            place = (batch, head, saved, 0, n_tile)
-            entry = load_saved_state(entry_states, place, (TILE_P, TILE_N), LATENCY)
-            dexit = load_saved_state(dexit_states, place, (TILE_P, TILE_N), LATENCY)
-            if RESIDENT:
-                b_part, c_part = b_tiles[n_tile], c_tiles[n_tile]
-            else:
-                b_part = load_tokens(b, (batch, at, group, n_tile), (L, TILE_N), LATENCY)
-                c_part = load_tokens(c, (batch, at, group, n_tile), (L, TILE_N), LATENCY)
-            from_entry = product(c_part, entry.transpose(), from_entry, PRECISION)
-            both = product_of_loaded(entry, dexit.transpose(), both, PRECISION)
-            v = product(b_part, dexit.transpose(), v, PRECISION)
-        x_wide, dy_wide = x_tile.astype(ct.float32), dy_tile.astype(ct.float32)
-        inter = halves(dy_wide * row(rows_tile, ROW_EXP_G)[:, None] * from_entry)
-        both = halves(ct.where(on_trace, both, 0.0)) * last_of_row(rows_tile, ROW_EXP_G)
-        store_overlap(overlap, index, OVERLAP_OF_PAIR, shares(both))
-        v = v * until_exit
-        store_shares(drows, SHARES_CARRIED, index, halves(x_wide * v * dt))
-        decay = decay_t(g, tokens)
-        du = product(decay * scores_t, dy_tile, v, PRECISION)
-        store_tokens(dx, (batch, at, head, 0), du * dt + dy_wide * skip, LATENCY)
-        store_shares(drows, SHARES_DIRECT, index, halves(x_wide * du))
-        dweights_t = product_of_loaded(x_tile, dy_tile.transpose(), zeros, PRECISION)
-        moved_t = ct.where(diagonal, 0.0, dweights_t * decay * dt * scores_t)
-        store_shares(drows, SHARES_LATER, index, quarters(moved_t))
-        if SKIP == SKIP_PER_HEAD:
-            on_diagonal = ct.where(diagonal, dweights_t, 0.0)
-            store_shares(drows, SHARES_SKIP, index, shares(halves(on_diagonal)))
-        store_shares(drows, SHARES_EARLIER, index, inter - halves(moved_t))
