@@ -197,19 +197,15 @@ def make_plan(problem: Problem, tensors: dict[str, torch.Tensor | None], plan: P
             drows = (*drows[:3], 2 * (_tiles.SHARES_OF_PARTS + n_parts) * tile)
     else:
         drows = (_tokens.NUM_DROWS, rows, heads, pad_count(tiles), tile)
+    score_tiles = _sides.SCORES_OF_PAIR if paired else _sides.SCORES_ALONE
     plan.shapes = {
         "rows": (4, rows, heads, pad_count(tiles), tile),
         "drows": drows,
         "overlap": (rows, heads, pad_count(tiles), TILE_P * overlap_parts),
         "partial": (3 if has_bias else 2, heads, pad_count(rows * tiles)),
         "tiles": (rows_at_once, heads, pad_count(states_at_once), head_size, state_size),
-        "dscores": (
-            rows_at_once,
-            groups * parts,
-            pad_count(tiles_at_once),
-            tile * (2 if paired else 1),
-            tile,
-        ),
+        # Columns in one axis with rows of tiles: one of size 1 would be another compilation.
+        "dscores": (rows_at_once, pad_count(tiles_at_once), groups * parts * score_tiles * tile, tile),
         "segments": (rows, heads, pad_count(borders), head_size, state_size),
         "segment_decay": (rows, heads, pad_count(borders)),
         # Never a multiple of 16, which would be another compilation.

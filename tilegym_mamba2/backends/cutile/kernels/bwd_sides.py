@@ -49,8 +49,9 @@ from .tiles import (
 
 # Which tile it is: of no pair, the first, the second.
 ALONE, FIRST, SECOND = 0, 1, 2
-# Rows of the `dscores` array, L numbers each: of the tile's own tokens, and of its tokens and the partner's.
+# Tiles of a column of `dscores`: of a tile's own tokens, and of its tokens and the partner's.
 OWN_SCORES, FAR_SCORES = 0, 1
+SCORES_ALONE, SCORES_OF_PAIR = 1, 2
 
 
 def scores_of(rows_of, columns_of, place, far_place, options):
@@ -68,14 +69,17 @@ def scores_of(rows_of, columns_of, place, far_place, options):
 
 
 def store_scores(dscores, index, which, values):
-    """`index`: (batch, column, tile at hand)."""
-    ct.store(dscores, (*index, which, 0), values.reshape((1, 1, 1, *values.shape)))
+    """`index`: (batch, tile at hand, column, tiles of a column)."""
+    batch, tile, column, count = index
+    ct.store(dscores, (batch, tile, column * count + which, 0), values.reshape((1, 1, *values.shape)))
 
 
 def load_scores(dscores, index, which, tile_tokens, latency):
     """See `store_scores`."""
+    batch, tile, column, count = index
     shape = (tile_tokens, tile_tokens)
-    return ct.load(dscores, (*index, which, 0), (1, 1, 1, *shape), latency=latency).reshape(shape)
+    place = (batch, tile, column * count + which, 0)
+    return ct.load(dscores, place, (1, 1, *shape), latency=latency).reshape(shape)
 
 
 def dx_side(arrays, place, heads, options, KIND):
@@ -157,9 +161,10 @@ def dx_side(arrays, place, heads, options, KIND):
             dfar_scores = dfar_scores + felt
             earlier = earlier + halves(felt * far_scores)
         store_shares(drows, SHARES_EARLIER, index, earlier)
-    store_scores(dscores, (batch, column, at_hand), OWN_SCORES, dscores_t)
+    of_scores = (batch, at_hand, column, SCORES_ALONE if KIND == ALONE else SCORES_OF_PAIR)
+    store_scores(dscores, of_scores, OWN_SCORES, dscores_t)
     if KIND != ALONE:
-        store_scores(dscores, (batch, column, at_hand), FAR_SCORES, dfar_scores)
+        store_scores(dscores, of_scores, FAR_SCORES, dfar_scores)
 
 
 @ct.kernel
@@ -193,10 +198,10 @@ def compute_dx_side(
     x, dout (B, T, H, P ≤ TILE_P), b, c (B, T, G, N), rows (4, B, H, ≥ tiles, L), d_skip (H,) or (H, P),
     dexit_states (B, H, ≥ tiles asked for, P, N); writes dx (B, T, H, P), drows (B, H, ≥ tiles, rows · L) as
     `compute_gradients` does, but for inter, and dSᵀ of the block's heads, dscores
-    (B, G · parts, ≥ tiles asked for, L, L).
+    (B, ≥ tiles asked for, G · parts · L, L).
 
-    PAIRED: see `compute_gradients`; dscores (…, 2 · L, L), and writes of overlap the N_PARTS rows that
-    `compute_dbc_side`, in so many parts, leaves.
+    PAIRED: see `compute_gradients`; dscores (…, G · parts · 2 · L, L), and writes of overlap the N_PARTS rows
+    that `compute_dbc_side`, in so many parts, leaves.
     """
     SKIP, RAGGED, PAIRED, N_PARTS = FLAGS
     heads_per_group, heads_per_block = sizes[1], sizes[2]
@@ -337,11 +342,12 @@ def compute_dbc_side(
         weighted = x_tile.astype(ct.float32) * (row(rows_tile, ROW_STATE_WEIGHT) * until_exit)[:, None]
         db_tile = product(weighted, dexit, db_tile, PRECISION)
     b_tile = load_tokens(b, (batch, at, group, n_tile), (L, TILE_N), LATENCY)
-    dscores_t = load_scores(dscores, (batch, column, at_hand), OWN_SCORES, L, LATENCY)
+    of_scores = (batch, at_hand, column, SCORES_OF_PAIR if PAIRED else SCORES_ALONE)
+    dscores_t = load_scores(dscores, of_scores, OWN_SCORES, L, LATENCY)
     db_tile = product(dscores_t, c_tile, db_tile, PRECISION)
     dc_tile = product(dscores_t.transpose(), b_tile, dc_tile, PRECISION)
     if PAIRED:
-        dfar_scores = load_scores(dscores, (batch, column, at_hand), FAR_SCORES, L, LATENCY)
+        dfar_scores = load_scores(dscores, of_scores, FAR_SCORES, L, LATENCY)
         if is_second:
             far_tile = load_tokens(b, (batch, far_at, group, n_tile), (L, TILE_N), LATENCY)
             dc_tile = product(dfar_scores, far_tile, dc_tile, PRECISION)
