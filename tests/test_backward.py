@@ -241,6 +241,8 @@ def test_rate_after_tokens_that_forget_everything(device: str, step: float) -> N
 
 PAIRS = replace(SPECS["bf16-slow"], num_heads=2, num_groups=1, head_size=16, state_size=32)
 TWO_TILES = {"max_segment_tiles": 2, "min_segment_tiles": 2}
+# Several tiles of N in both kernels of `bwd_sides`.
+SIDES = {"fused_tile_n_max": 0, "sides": True, "side_token_tile_n": 16, "side_group_tile_n": 16}
 
 
 @every_place
@@ -271,6 +273,20 @@ def test_pairs_keep_half_of_the_states() -> None:
         (plan,) = backward._plans.values()
         tiles[paired] = plan.shapes["tiles"][2]
     assert tiles == {True: pad_count(5), False: pad_count(10)}
+
+
+@every_place
+@pytest.mark.parametrize("changes", [{}, {"side_pairs": False}], ids=["pairs", "alone"])
+@pytest.mark.parametrize("tokens", [1, 64, 129, 190, 320])
+@pytest.mark.parametrize(
+    "sizes", [{}, {"batch_size": 1, "num_heads": 16, "num_groups": 2}, {"state_size": 40}], ids=str
+)
+def test_sides(device: str, tokens: int, sizes: dict[str, int], changes: dict[str, bool]) -> None:
+    spec = replace(PAIRS, num_tokens=tokens, **sizes)
+    inputs = sample(spec, device)
+    for more in ({}, TWO_TILES | {"piece_blocks": 1}):
+        with BackwardConfig.override(replace(BackwardConfig(), **SIDES, **changes, **more)):
+            assert_right(spec, gradients(inputs), inputs)
 
 
 @every_place

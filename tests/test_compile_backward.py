@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tilegym_mamba2.backends.cutile import inspection
+from tilegym_mamba2.backends.cutile import backward_config, inspection
 from tilegym_mamba2.backends.cutile.inspection import MODES, name_of, signature_of
 from tilegym_mamba2.spec import SPECS, Mamba2ProblemSpec
 
@@ -14,6 +14,7 @@ PUBLISHED = SPECS["published"]
 WALKS = ("segment_borders", "pass_borders", "tile_states")
 DECAY = ("finish_dt", "sum_heads")
 APART = ("compute_dx", "compute_dbc")
+SIDES = ("compute_dx_side", "compute_dbc_side")
 LARGE = ("tile_states", *APART)
 # (arch, mode): the kernels of which no one may spill.
 NO_SPILLS = {
@@ -57,11 +58,18 @@ def test_kernels_compile(arch: str, mode: str) -> None:
         assert all(codes[name].opcodes["UTMALDG"] and codes[name].opcodes["HGMMA"] for name in products)
 
 
-def test_kernels_apart_compile_for_bf16() -> None:
-    found = launches("sm_90", "bf16", APART, WIDE_STATE)
-    assert {name_of(launch) for launch in found} == set(APART)
+@pytest.mark.parametrize("changes", [{}, {"side_pairs": False}, {"sides": False}], ids=str)
+def test_kernels_apart_compile_for_bf16(monkeypatch: pytest.MonkeyPatch, changes: dict[str, bool]) -> None:
+    default = backward_config.default_config
+    changed = lambda *problem: replace(default(*problem), **changes)  # noqa: E731
+    monkeypatch.setattr(backward_config, "default_config", changed)
+    kernels = SIDES if changes.get("sides", True) else APART
+    found = launches("sm_90", "bf16", kernels, WIDE_STATE)
+    assert {name_of(launch) for launch in found} == set(kernels)
     codes = [inspection.compiled(launch.kernel, signature_of(launch), "sm_90") for launch in found]
     assert {code.stack for code in codes} == {0}
+    # A warp of its own for the copy engine: without, every thread may have 255 registers.
+    assert {code.registers for code in codes} == {168}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

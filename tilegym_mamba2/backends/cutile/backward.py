@@ -9,6 +9,8 @@
         compute_dx                     dx, and sums per token
         compute_dbc                    db, dc, summed over the heads of a group
         compute_gradients              instead of the two, where a head's state is one tile
+        compute_dx_side,               instead of the two beyond that, P 64 and bfloat16: entry states are
+        compute_dbc_side               read once
     finish_dt, sum_heads               ddt; da, dd
     sum_parts                          db, dc, where a group's heads were cut in parts
 
@@ -17,9 +19,10 @@ gradients are the same bits in every run. Copies that are made: x, b, c or dout 
 contiguous, a dout that repeats elements, and all token arrays where the rows of one are no multiple of 16
 bytes, see `aligned`. Scratch: two states (P, N) for every tile and head of the segments at hand, in bfloat16
 for bfloat16 inputs, else float32 (at P 64, N 128 at most 537 MB, or 805 where that is enough for all segments
-at once, however long the sequence; in `compute_gradients` up to N 128 for every second tile, half of that);
-36 bytes a token and head, 68 in `compute_gradients`; two float32 states a segment and head; and
-where a group of many heads is cut in parts, db and dc in float32 for each part.
+at once, however long the sequence; in `compute_gradients` up to N 128 and in `bwd_sides` for every second
+tile, half of that); 36 bytes a token and head, 68 in `compute_gradients` and some 90 in `bwd_sides`; two
+float32 states a segment and head; and where a group of many heads is cut in parts, db and dc in float32 for
+each part.
 """
 
 from collections.abc import Sequence
@@ -217,11 +220,16 @@ class Run:
     def _pieces(self) -> list[Launch | Lanes]:
         """The pieces need nothing of each other but the memory for their tiles' states."""
         lanes = [[] for _ in self.scratch.saved]
+        # Of each lane, what its launches hand on.
+        dscores = [(self.scratch.empty("dscores"),) if self.plan.in_sides else () for _ in lanes]
         for k, piece in enumerate(self.plan.pieces):
-            lanes[k % len(lanes)] += self._piece(piece, self.scratch.saved[k % len(lanes)])
+            lane = k % len(lanes)
+            lanes[lane] += self._piece(piece, self.scratch.saved[lane], dscores[lane])
         return [Lanes(tuple(lanes))] if len(lanes) > 1 else [item for lane in lanes for item in lane]
 
-    def _piece(self, piece: Piece, saved: tuple[torch.Tensor, torch.Tensor]) -> list[Launch]:
+    def _piece(
+        self, piece: Piece, saved: tuple[torch.Tensor, torch.Tensor], dscores: tuple[torch.Tensor, ...]
+    ) -> list[Launch]:
         plan, scratch, results = self.plan, self.scratch, self.results
         x, b, c, dout = (piece.of(t) for t in (self.x, self.b, self.c, self.dout))
         rows = piece.of(scratch.rows, 1)
@@ -239,7 +247,7 @@ class Run:
         if plan.finish_dt is not None:
             dx = piece.of(results["x"])
             # Those of `compute_dx` have their rows first.
-            rows_first = int(piece.compute_gradients is None)
+            rows_first = int(not plan.in_shares)
             of_tokens = (dx, piece.of(self.drows, rows_first), piece.of(self.overlap))
             tokens_written = {"dx": dx}
         if plan.for_groups:
@@ -252,6 +260,13 @@ class Run:
             arrays = (x, b, c, rows, skip, dout, *saved, *places, *of_tokens, *of_groups)
             outputs = self.written(piece.written(tokens_written | groups_written))
             launches.append(piece.compute_gradients.launch(arrays, outputs))
+        if piece.compute_dx_side is not None:
+            arrays = (x, b, c, rows, skip, dout, saved[1], *places, *of_tokens, *dscores)
+            outputs = self.written(piece.written(tokens_written))
+            launches.append(piece.compute_dx_side.launch(arrays, outputs))
+            arrays = (x, b, c, rows, dout, *saved, *places, *of_groups, *of_tokens[1:], *dscores)
+            outputs = self.written(piece.written(groups_written))
+            launches.append(piece.compute_dbc_side.launch(arrays, outputs))
         if piece.compute_dx is not None:
             arrays = (x, b, c, rows, skip, dout, *saved, *places, *of_tokens)
             launches.append(piece.compute_dx.launch(arrays, self.written(piece.written(tokens_written))))

@@ -21,8 +21,8 @@ from .tuning import arch_of
 class BackwardConfig:
     """One configuration of the backward's kernels.
 
-    The result depends on `tile_tokens`, the segments, `part_blocks`, `group_tile_n_max`, `weigh_last` and
-    `paired`; the rest only moves time and memory.
+    The result depends on `tile_tokens`, the segments, `part_blocks`, `group_tile_n_max`, `weigh_last`,
+    `paired`, and the choice and pairs of `sides`; the rest only moves time and memory.
     """
 
     tile_tokens: int = 64
@@ -65,6 +65,13 @@ class BackwardConfig:
     # Up to this N, and P 64, one kernel computes all gradients in bfloat16. 0: never.
     fused_tile_n_max: int = 128
     fused_latency: int = 3
+    # Beyond it, for P 64 in bfloat16, the two kernels of `bwd_sides`, in so many columns of N.
+    sides: bool = False
+    side_token_tile_n: int = 128
+    side_group_tile_n: int = 256
+    side_latency: int = 3
+    # They are given the states of pairs of tiles: half the memory.
+    side_pairs: bool = True
     # `compute_gradients` is given the states of pairs of tiles: half the memory. See `bwd_pairs`.
     paired: bool = True
     sum_tile: int = 256
@@ -129,10 +136,15 @@ class BackwardConfig:
         one_tile = head_size <= TILE_P and tile_of(state_size) <= self.fused_tile_n_max
         return precision == BF16 and one_tile
 
-    def in_pairs(self, state_size: int) -> bool:
-        """Whether `compute_gradients`, where it serves, is given one state for two tiles."""
-        # Beyond 128 columns there are no registers for it.
-        return self.paired and self.tile_tokens == TILE_P and tile_of(state_size) <= 128
+    def in_sides(self, precision: int, head_size: int) -> bool:
+        """Whether `compute_dx_side` and `compute_dbc_side` serve these sizes."""
+        return self.sides and precision == BF16 and head_size <= TILE_P
+
+    def in_pairs(self, fused: bool, state_size: int) -> bool:
+        """Whether one state serves two tiles: in `compute_gradients`, if `fused`, or in `bwd_sides`."""
+        # Beyond 128 columns there are no registers for it in one kernel.
+        wanted = self.paired and tile_of(state_size) <= 128 if fused else self.side_pairs
+        return wanted and self.tile_tokens == TILE_P
 
     def parts(self, blocks: int, heads_per_group: int) -> int:
         """In how many parts a group's heads are cut, when a part each would make `blocks` blocks."""
@@ -181,6 +193,7 @@ def default_config(arch: str, precision: int, head_shape: tuple[int, int], state
         if head_size > 64:
             return dataclasses.replace(config, token_occupancy=1, token_warps=8, group_tile_n_max=64)
         if arch == "sm_90" and state_size > 256:
+            config = dataclasses.replace(config, sides=True)
             # N 512 in tiles of 256, eight warps: compute_dx 660 to 560 us, compute_dbc 479 to 411.
             config = dataclasses.replace(config, token_tile_n_max=256, token_occupancy=1, token_warps=8)
             # No room for another sum of (L, 256).

@@ -16,6 +16,7 @@ from .forward import PASS_AT_ONCE, TILE_P, pad_count, precision_of, rows_step, t
 from .kernels import bwd_decay as _decay
 from .kernels import bwd_gradients as _gradients
 from .kernels import bwd_groups as _groups
+from .kernels import bwd_sides as _sides
 from .kernels import bwd_states as _states
 from .kernels import bwd_tiles as _tiles
 from .kernels import bwd_tokens as _tokens
@@ -82,6 +83,8 @@ class Piece:
     compute_dx: Step | None = None
     compute_dbc: Step | None = None
     compute_gradients: Step | None = None
+    compute_dx_side: Step | None = None
+    compute_dbc_side: Step | None = None
 
     def of(self, tensor: torch.Tensor, axis: int = 0) -> torch.Tensor:
         """The piece's rows of a tensor with the batch as its `axis`."""
@@ -111,6 +114,10 @@ class Plan:
     # Whether states are wanted beside their gradients, and whether db and dc are.
     entries: bool = False
     for_groups: bool = False
+    # Whether the sums per token are those of `compute_gradients`, see `halves`.
+    in_shares: bool = False
+    # Whether the kernels are those of `bwd_sides`.
+    in_sides: bool = False
     # Whether the states at the segments' entries are kept.
     keeps_entries: bool = False
     # Whether finish_dt and sum_heads give dd as well.
@@ -145,7 +152,12 @@ def make_plan(problem: Problem, tensors: dict[str, torch.Tensor | None], plan: P
             tiles_per_segment, tiles_of_row, problem.sequences
         )
     fused = problem.for_tokens and problem.for_groups and config.fused(precision, head_size, state_size)
-    paired = fused and config.in_pairs(state_size)
+    in_sides = problem.for_tokens and problem.for_groups and not fused
+    in_sides = in_sides and config.in_sides(precision, head_size)
+    in_shares = fused or in_sides
+    # Of what `compute_dbc_side` sums over the columns of N.
+    n_parts = math.ceil(state_size / min(tile_of(state_size), config.side_group_tile_n)) if in_sides else 0
+    paired = in_shares and config.in_pairs(fused, state_size)
     # A pair of tiles lies in one segment.
     tiles_per_segment += paired and tiles_per_segment % 2
     # Of the scratch arrays: batch, tiles, segments, and what crosses their borders.
@@ -172,20 +184,27 @@ def make_plan(problem: Problem, tensors: dict[str, torch.Tensor | None], plan: P
     else:
         rows_at_once, segments_at_once = config.piece(rows, segments, blocks, tiles_per_segment)
     states_at_once = min(tiles, segments_at_once * tiles_per_segment)
+    tiles_at_once = states_at_once
     if paired:
         # Ragged: a slot may take half a state more than its tiles, see `first_saved`.
         states_at_once = math.ceil((states_at_once + (problem.ragged and segments_at_once)) / 2)
+    overlap_parts = max(n_parts, 1) * (_tiles.OVERLAP_PARTS if paired else 1)
     has_bias = problem.steps is not None and problem.steps[0]
-    if fused:
+    if in_shares:
         drows = (rows, heads, pad_count(tiles), _tiles.NUM_SHARES * tile)
+        if in_sides:
+            drows = (*drows[:3], 2 * (_tiles.SHARES_OF_PARTS + n_parts) * tile)
     else:
         drows = (_tokens.NUM_DROWS, rows, heads, pad_count(tiles), tile)
+    score_tiles = _sides.SCORES_OF_PAIR if paired else _sides.SCORES_ALONE
     plan.shapes = {
         "rows": (4, rows, heads, pad_count(tiles), tile),
         "drows": drows,
-        "overlap": (rows, heads, pad_count(tiles), TILE_P * (_tiles.OVERLAP_PARTS if paired else 1)),
+        "overlap": (rows, heads, pad_count(tiles), TILE_P * overlap_parts),
         "partial": (3 if has_bias else 2, heads, pad_count(rows * tiles)),
         "tiles": (rows_at_once, heads, pad_count(states_at_once), head_size, state_size),
+        # Columns in one axis with rows of tiles: one of size 1 would be another compilation.
+        "dscores": (rows_at_once, pad_count(tiles_at_once), groups * parts * score_tiles * tile, tile),
         "segments": (rows, heads, pad_count(borders), head_size, state_size),
         "segment_decay": (rows, heads, pad_count(borders)),
         # Never a multiple of 16, which would be another compilation.
@@ -197,7 +216,9 @@ def make_plan(problem: Problem, tensors: dict[str, torch.Tensor | None], plan: P
     dims = (rows, heads, head_size, state_size)
     builder = Builder(problem, dims, (tiles_per_segment, heads // groups, tiles), precision, config, wide)
     builder.forward, builder.segments = forward, segments
-    builder.fused, builder.paired = fused, paired
+    builder.fused, builder.paired, builder.in_shares = fused, paired, in_shares
+    builder.n_parts, builder.overlap_parts = n_parts, overlap_parts
+    plan.in_shares, plan.in_sides = in_shares, in_sides
     if problem.steps is None:
         plan.rows = rows_step(batch, heads, tiles, forward, wide)
     for_tokens, for_groups = problem.for_tokens, problem.for_groups
@@ -225,6 +246,9 @@ def make_plan(problem: Problem, tensors: dict[str, torch.Tensor | None], plan: P
             piece = Piece(some_rows, span, builder.tile_states(part, plan.entries))
             if fused:
                 piece.compute_gradients = builder.compute_gradients(part, groups, group_heads)
+            elif in_sides:
+                piece.compute_dx_side = builder.compute_dx_side(part, groups, group_heads)
+                piece.compute_dbc_side = builder.compute_dbc_side(part, groups, group_heads)
             else:
                 if for_tokens:
                     piece.compute_dx = builder.compute_dx(part, groups)
@@ -261,6 +285,9 @@ class Builder:
     segments: int
     fused: bool
     paired: bool
+    in_shares: bool
+    n_parts: int
+    overlap_parts: int
 
     def __init__(
         self,
@@ -392,6 +419,30 @@ class Builder:
             ),
         )
 
+    def compute_dx_side(self, part: _Part, groups: int, heads: int) -> Step:
+        config = self.config
+        tile_n = min(tile_of(self.state_size), config.side_token_tile_n)
+        flags = (self.problem.skip, self.ragged, self.paired, self.n_parts)
+        constants = (tile_n, math.ceil(self.state_size / tile_n), self.precision, flags)
+        return self._side_step(_sides.compute_dx_side, part, (groups, heads, 1), constants)
+
+    def compute_dbc_side(self, part: _Part, groups: int, heads: int) -> Step:
+        tile_n = min(tile_of(self.state_size), self.config.side_group_tile_n)
+        constants = (tile_n, self.precision, (self.ragged, self.paired))
+        return self._side_step(_sides.compute_dbc_side, part, (groups, heads, self.n_parts), constants)
+
+    def _side_step(
+        self, kernel: Any, part: _Part, cut: tuple[int, int, int], constants: tuple[Any, ...]
+    ) -> Step:
+        """cut: (groups, heads a block, parts of N)."""
+        config, (groups, heads, n_parts) = self.config, cut
+        sizes = self._part_sizes(part, heads)
+        return Step(
+            hinted(kernel, self.wide, (("occupancy", 1), ("num_worker_warps", 8))),
+            (part.rows * sizes[0] * groups * math.ceil(self.heads_per_group / heads), n_parts),
+            (sizes, config.tile_tokens, TILE_P, *constants, config.side_latency),
+        )
+
     def sum_parts(self, tiles: int, tiles_of_row: int, groups: int, parts: int) -> Step:
         """For `tiles` tiles of the token arrays, those of padding too."""
         config = self.config
@@ -402,8 +453,16 @@ class Builder:
     def finish_dt(self) -> Step:
         config, steps = self.config, self.problem.steps
         has_bias, softplus, dt_min, dt_max = steps or (False, False, 0.0, 0.0)
-        parts = _tiles.OVERLAP_PARTS if self.paired else 1
-        flags = (self.has_d, self.ragged, steps is not None, has_bias, softplus, self.fused, parts)
+        flags = (
+            self.has_d,
+            self.ragged,
+            steps is not None,
+            has_bias,
+            softplus,
+            self.in_shares,
+            self.overlap_parts,
+            self.n_parts,
+        )
         grid = (self.batch * self.tiles * math.ceil(self.heads / config.rows_heads),)
         constants = (self.tiles, dt_min, dt_max, config.tile_tokens, TILE_P, config.rows_heads, flags)
         kernel = hinted(_decay.finish_dt, self.wide, (("occupancy", config.finish_occupancy),))

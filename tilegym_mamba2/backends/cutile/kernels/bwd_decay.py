@@ -17,6 +17,7 @@ from .bwd_tiles import (
     SHARES_DIRECT,
     SHARES_EARLIER,
     SHARES_LATER,
+    SHARES_OF_PARTS,
     SHARES_SKIP,
     tokens_of_tile,
 )
@@ -107,16 +108,17 @@ def finish_dt(
 ):
     """Grid: (B · tiles · ceil(H / TILE_H),).
 
-    FLAGS: (HAS_D, RAGGED, STEPS, HAS_BIAS, SOFTPLUS, SHARES, OVERLAP_PARTS). a (H,), rows
+    FLAGS: (HAS_D, RAGGED, STEPS, HAS_BIAS, SOFTPLUS, SHARES, OVERLAP_PARTS, EARLIER_PARTS). a (H,), rows
     (4, B, H, ≥ tiles, L), drows (5, B, H, ≥ tiles, L), overlap (B, H, ≥ tiles, OVERLAP_PARTS · TILE_P);
     writes ddt (B, T, H) and partial (2 or 3, H, ≥ B · tiles), a tile's share of da, if HAS_D of dd, and if
     HAS_BIAS of ddt_bias.
 
     STEPS: rows have dt as used, made of dt (B, T, H) by dt_bias (H,), if HAS_BIAS, softplus, if SOFTPLUS, and
     limits. RAGGED: `tiles` (tiles, 4) says which tokens a tile has; scratch arrays have a batch of 1. SHARES:
-    drows (B, H, ≥ tiles, NUM_SHARES · L) is that of `compute_gradients`.
+    drows (B, H, ≥ tiles, NUM_SHARES · L) is that of `compute_gradients`, with as many
+    more rows of EARLIER from SHARES_OF_PARTS on as EARLIER_PARTS says.
     """
-    HAS_D, RAGGED, STEPS, HAS_BIAS, SOFTPLUS, SHARES, OVERLAP_PARTS = FLAGS
+    HAS_D, RAGGED, STEPS, HAS_BIAS, SOFTPLUS, SHARES, OVERLAP_PARTS, EARLIER_PARTS = FLAGS
     batch, head_tile, tile = decode(num_tiles, ct.num_tiles(a, axis=0, shape=(TILE_H,)))
     index, shape = (batch, head_tile, tile), (TILE_H, L)
     at, count = tile, ddt.shape[1] - tile * L
@@ -142,6 +144,8 @@ def finish_dt(
     if SHARES:
         felt = load_sum(drows, SHARES_LATER, 4, index, shape)
         felt = felt + load_sum(drows, SHARES_EARLIER, 2, index, shape)
+        for part in range(EARLIER_PARTS):
+            felt = felt + load_sum(drows, SHARES_OF_PARTS + part, 2, index, shape)
         direct = load_sum(drows, SHARES_DIRECT, 2, index, shape)
     else:
         felt = load_row_of_heads(drows, DROW_LATER, index, shape)

@@ -7,10 +7,13 @@ from .scan_out import SKIP_PER_CHANNEL, SKIP_PER_HEAD
 from .scan_table import TILE, entry
 from .tiles import load_scalar
 
-# Rows of the `drows` array of `compute_gradients`, which adds them up no further than single warps can: four
-# for LATER, two each for CARRIED, DIRECT and EARLIER, in units of as many, and one whose sum is that of SKIP.
+# Rows of the `drows` array of `compute_gradients` and `bwd_sides`, which add them up no further than single
+# warps can: four for LATER, two each for CARRIED, DIRECT and EARLIER, in units of as many, and one whose sum
+# is that of SKIP.
 SHARES_LATER, SHARES_CARRIED, SHARES_DIRECT, SHARES_EARLIER, SHARES_SKIP = 0, 2, 3, 4, 10
 NUM_SHARES = 11
+# More rows for EARLIER, two for each of some columns of N, may follow: in units of two.
+SHARES_OF_PARTS = 6
 
 # Parts of a row of `overlap`, TILE_P numbers each.
 OVERLAP_PARTS = 2
