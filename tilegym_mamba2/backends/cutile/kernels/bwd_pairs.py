@@ -153,18 +153,20 @@ def paired_gradients(arrays, place, heads, options, FIRST):
         v = product(b_tile, dexit.transpose(), none, PRECISION)
         carried = halves(x_weighted * v)
         if FIRST:
-            v = v * far_decay
             store_overlap(overlap, far_index, OVERLAP_OF_PARTNER, shares(carried * exists))
+            v = v * far_decay
+            db_tile = product(x_weighted, dexit, db_tile, PRECISION)
             far_weight = (row(far_rows, ROW_EXP_G) * exists)[None, :]
             felt = product_of_loaded(x_tile, far_head.transpose(), zeros, PRECISION)
             felt = felt * row(rows_tile, ROW_STATE_WEIGHT)[:, None] * far_weight
             dfar_scores = dfar_scores + felt
+            carried = carried + halves(felt * far_scores)
             v = product(far_weight * far_scores, far_head, v, PRECISION)
-            carried = halves(x_wide * v * row(rows_tile, ROW_STATE_WEIGHT)[:, None])
+        else:
+            db_tile = product(x_weighted, dexit, db_tile, PRECISION)
         store_shares(drows, SHARES_CARRIED, index, carried)
         v = v * exp2(last_of_row(rows_tile, ROW_G) - g)[:, None]
         du = product(decay * scores_t, dy_tile, v, PRECISION)
-        db_tile = product(x_weighted, dexit, db_tile, PRECISION)
         dweights_t = product_of_loaded(x_tile, dy_tile.transpose(), zeros, PRECISION)
         felt_t = dweights_t * decay * row(rows_tile, ROW_DT)[:, None]
         dscores_t = dscores_t + felt_t
