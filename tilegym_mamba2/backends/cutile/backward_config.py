@@ -67,13 +67,13 @@ class BackwardConfig:
     fused_latency: int = 3
     # `compute_gradients` is given the states of pairs of tiles: half the memory. See `bwd_pairs`.
     paired: bool = True
-    # In how many bfloat16 parts states take up weighted tokens, in `tile_states` and, next to the borders, in
-    # `segment_borders`; of two their rounding is gone. da of the publication's inputs: 9.2e-4 to 2.6e-4 in the
-    # root mean square over eight seeds at T 4096, the worst 2.5e-3 to 6.1e-4 (interpreted).
+    # In how many bfloat16 parts states take up weighted tokens, in `tile_states` and, next to the borders,
+    # in `segment_borders`; of two their rounding is gone. da of the publication's inputs at T 4096, root
+    # mean square over eight seeds: 9.2e-4 to 2.6e-4, the worst 2.5e-3 to 6.1e-4 (interpreted).
     uptake_parts: int = 1
     border_parts: int = 1
-    # The same of weighted x where `compute_gradients` multiplies it with states, with `paired` in every second
-    # tile.
+    # The same of weighted x where `compute_gradients` multiplies it with states, with `paired` in every
+    # second tile.
     db_parts: int = 1
     sum_tile: int = 256
     # dd (H, P): tiles of tokens that a block sums up, and how many of those sums at a time.

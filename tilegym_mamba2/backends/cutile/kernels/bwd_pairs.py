@@ -79,9 +79,9 @@ def paired_gradients(arrays, place, heads, options, FIRST):
     place: (batch, saved state, tile, its number in the token arrays, partner, its number there, whether it
     exists: 1.0 or 0.0); heads: (group, column of db and dc, first head, heads). L = TILE_P.
 
-    In this order, with rows read where they are used, nothing spills (packed: 80 to 112 bytes), and a head
-    takes 1477 and 1270 instructions and 4 barriers (1186 and 2 for a tile with states of its own); else up to
-    400 bytes spill.
+    In this order, with rows read where they are used, 8 bytes spill, which only a wait that times out reads
+    (d per channel: 40 bytes), and a head takes 1477 and 1270 instructions and 4 barriers (1186 and 2 for a
+    tile with states of its own); else up to 400 bytes spill.
     ⟨H, dH'⟩ is the trace of a product: 150 instructions less than multiplied out.
     """
     x, b, c, rows, d_skip, dout, entry_states, dexit_states, dx, drows, overlap, db, dc = arrays

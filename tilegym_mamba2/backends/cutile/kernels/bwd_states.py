@@ -107,10 +107,10 @@ def segment_borders(
     state at its exit, for all but the last.
 
     Grid: (B · (segments − 1) · ceil(P / TILE_P) · H, ceil(N / TILE_N), 2 if ENTRIES, else 1). FLAGS:
-    (ENTRIES, RAGGED, PARTS). sizes: see `decode_segment`, from the second segment on; PARTS: see `local_state`.
-    x, dout (B, T, H, P), b, c (B, T, G, N), rows (4, B, H, ≥ tiles, L); writes local_states and local_dstates
-    (B, H, ≥ segments, P, N) and, by how much the same segments decay, state_decay and dstate_decay
-    (B, H, ≥ segments).
+    (ENTRIES, RAGGED, PARTS). sizes: see `decode_segment`, from the second segment on, and
+    `local_state`. x, dout (B, T, H, P), b, c (B, T, G, N), rows (4, B, H, ≥ tiles, L); writes local_states
+    and local_dstates (B, H, ≥ segments, P, N) and, by how much the same segments decay, state_decay and
+    dstate_decay (B, H, ≥ segments).
 
     RAGGED: a block for each entry of `carried` instead of each segment, and no ENTRIES; writes what the
     segment after that slot gives, and how much it decays, under the entry's index.
