@@ -34,7 +34,7 @@ COMPILES = {
     ("packed", "sm_90", "fp32"): ("compute_dx",),
 }
 # Bytes a thread that do not fit in its registers: packed, pairs of tiles take a few more than there are.
-SPILLS = {("packed", "compute_gradients", "sm_90"): 80, ("d per channel", "compute_gradients", "sm_90"): 112}
+SPILLS = {("packed", "compute_gradients", "sm_90"): 8, ("d per channel", "compute_gradients", "sm_90"): 40}
 PRODUCTS = ("segment_borders", "tile_states", "compute_gradients", *APART)
 
 Job = tuple[str, str, str, str]

@@ -322,19 +322,25 @@ class Builder:
 
     def segment_borders(self, segments: int, entries: bool) -> Step:
         part = _Part(self.batch, 1, segments - 1)
-        hints = (self.config.segment_occupancy, self.config.segment_latency)
-        return self._state_step(_states.segment_borders, part, hints, entries, (entries, False))
+        return self._borders(part, entries, False)
 
     def carried_borders(self, borders: int) -> Step:
         """`segment_borders` for ragged sequences: of all segments that others follow."""
-        hints = (self.config.segment_occupancy, self.config.segment_latency)
-        return self._state_step(_states.segment_borders, _Part(1, 0, borders), hints, False, (False, True))
+        return self._borders(_Part(1, 0, borders), False, True)
+
+    def _borders(self, part: _Part, entries: bool, ragged: bool) -> Step:
+        config = self.config
+        hints = (config.segment_occupancy, config.segment_latency)
+        return self._state_step(
+            _states.segment_borders, part, hints, entries, (entries, ragged, config.border_parts)
+        )
 
     def tile_states(self, part: _Part, entries: bool) -> Step:
-        problem = self.problem
+        problem, config = self.problem, self.config
         states = (problem.has_init, problem.has_dfinal) if self.ragged else (False, False)
-        flags = (entries, problem.has_init, self.ragged, *states, 2 if self.paired else 1)
-        hints = (self.config.state_occupancy, self.config.state_latency)
+        every = 2 if self.paired else 1
+        flags = (entries, problem.has_init, self.ragged, *states, every, config.uptake_parts)
+        hints = (config.state_occupancy, config.state_latency)
         return self._state_step(_states.tile_states, part, hints, entries, flags)
 
     def pass_borders(self, segments: int, passes: int, entries: bool) -> Step:
@@ -414,7 +420,7 @@ class Builder:
                 TILE_P,
                 tile_n,
                 self.precision,
-                (self.problem.skip, self.ragged, self.paired),
+                (self.problem.skip, self.ragged, self.paired, config.db_parts),
                 config.fused_latency,
             ),
         )

@@ -37,7 +37,7 @@ from .bwd_tiles import (
     store_shares,
 )
 from .decay import exp2
-from .products import product, product_of_loaded
+from .products import product, product_of_loaded, product_of_parts
 from .scan_out import SKIP_PER_HEAD
 from .scan_table import TILE, entry
 from .tiles import (
@@ -79,15 +79,15 @@ def paired_gradients(arrays, place, heads, options, FIRST):
     place: (batch, saved state, tile, its number in the token arrays, partner, its number there, whether it
     exists: 1.0 or 0.0); heads: (group, column of db and dc, first head, heads). L = TILE_P.
 
-    In this order, with rows read where they are used, nothing spills (packed: 80 to 112 bytes), and a head
-    takes 1477 and 1270 instructions and 4 barriers (1186 and 2 for a tile with states of its own); else up to
-    400 bytes spill.
+    In this order, with rows read where they are used, 8 bytes spill, which only a wait that times out reads
+    (d per channel: 40 bytes), and a head takes 1477 and 1270 instructions and 4 barriers (1186 and 2 for a
+    tile with states of its own); else up to 400 bytes spill.
     ⟨H, dH'⟩ is the trace of a product: 150 instructions less than multiplied out.
     """
     x, b, c, rows, d_skip, dout, entry_states, dexit_states, dx, drows, overlap, db, dc = arrays
     batch, saved, tile, at, partner, far_at, exists = place
     group, column, first, count = heads
-    L, TILE_P, TILE_N, PRECISION, SKIP, LATENCY = options
+    L, TILE_P, TILE_N, PRECISION, SKIP, DB_PARTS, LATENCY = options
     tokens = ct.arange(L, dtype=ct.int32)
     zeros = ct.zeros((L, L), ct.float32)
     diagonal = tokens[None, :] == tokens[:, None]
@@ -153,18 +153,20 @@ def paired_gradients(arrays, place, heads, options, FIRST):
         v = product(b_tile, dexit.transpose(), none, PRECISION)
         carried = halves(x_weighted * v)
         if FIRST:
-            v = v * far_decay
             store_overlap(overlap, far_index, OVERLAP_OF_PARTNER, shares(carried * exists))
+            v = v * far_decay
+            db_tile = product(x_weighted, dexit, db_tile, PRECISION)
             far_weight = (row(far_rows, ROW_EXP_G) * exists)[None, :]
             felt = product_of_loaded(x_tile, far_head.transpose(), zeros, PRECISION)
             felt = felt * row(rows_tile, ROW_STATE_WEIGHT)[:, None] * far_weight
             dfar_scores = dfar_scores + felt
+            carried = carried + halves(felt * far_scores)
             v = product(far_weight * far_scores, far_head, v, PRECISION)
-            carried = halves(x_wide * v * row(rows_tile, ROW_STATE_WEIGHT)[:, None])
+        else:
+            db_tile = product_of_parts(x_weighted, dexit, db_tile, PRECISION, DB_PARTS)
         store_shares(drows, SHARES_CARRIED, index, carried)
         v = v * exp2(last_of_row(rows_tile, ROW_G) - g)[:, None]
         du = product(decay * scores_t, dy_tile, v, PRECISION)
-        db_tile = product(x_weighted, dexit, db_tile, PRECISION)
         dweights_t = product_of_loaded(x_tile, dy_tile.transpose(), zeros, PRECISION)
         felt_t = dweights_t * decay * row(rows_tile, ROW_DT)[:, None]
         dscores_t = dscores_t + felt_t

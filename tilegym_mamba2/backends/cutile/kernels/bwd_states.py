@@ -17,7 +17,7 @@ import cuda.tile as ct
 
 from .bwd_tiles import first_saved
 from .fwd_pass_state import local_state, pass_forwards
-from .products import product
+from .products import BF16, product, product_of_parts, rounded_off
 from .scan_table import LEFT, POSITION, SEQUENCE, TILE, entry, tokens_of_slot, window
 from .tiles import (
     ROW_EXP_G,
@@ -56,16 +56,22 @@ def decode_segment(per_head, tile_p, sizes):
     return batch, head, p_tile, segment, head // heads_per_group, first, count
 
 
-def local_dstate(per_head, per_group, rows, place, options):
+def local_dstate(per_head, per_group, rows, place, options, PARTS):
     """What a segment's own outputs add to the gradient of its entry state.
 
-    per_head dout, per_group c; place and options as in `local_state`. Walks forwards: then the sum needs no
-    rescaling, as the decay of earlier tiles goes into the L weights.
+    per_head dout, per_group c; place, options and PARTS, here for the first tile, as in `local_state`. Walks
+    forwards: then the sum needs no rescaling, as the decay of earlier tiles goes into the L weights.
     """
     batch, head, p_tile, n_tile, group, first, at, count = place
     L, TILE_P, TILE_N, PRECISION, LATENCY = options
     dstate = ct.zeros((TILE_P, TILE_N), ct.float32)
     earlier_decay = 1.0
+    if PRECISION == BF16 and PARTS == 2:
+        c_tile = load_tokens(per_group, (batch, at, group, n_tile), (L, TILE_N), LATENCY)
+        dy_tile = load_tokens(per_head, (batch, at, head, p_tile), (L, TILE_P), LATENCY)
+        rows_tile = load_rows(rows, (batch, head, first), L, LATENCY)
+        weighted = taken_up(dy_tile, row(rows_tile, ROW_EXP_G))
+        dstate = product(rounded_off(weighted), c_tile, dstate, PRECISION)
     for k in range(count):
         c_tile = load_tokens(per_group, (batch, at + k, group, n_tile), (L, TILE_N), LATENCY)
         dy_tile = load_tokens(per_head, (batch, at + k, head, p_tile), (L, TILE_P), LATENCY)
@@ -101,14 +107,15 @@ def segment_borders(
     state at its exit, for all but the last.
 
     Grid: (B · (segments − 1) · ceil(P / TILE_P) · H, ceil(N / TILE_N), 2 if ENTRIES, else 1). FLAGS:
-    (ENTRIES, RAGGED). sizes: see `decode_segment`, from the second segment on. x, dout (B, T, H, P), b, c
-    (B, T, G, N), rows (4, B, H, ≥ tiles, L); writes local_states and local_dstates (B, H, ≥ segments, P, N)
-    and, by how much the same segments decay, state_decay and dstate_decay (B, H, ≥ segments).
+    (ENTRIES, RAGGED, PARTS). sizes: see `decode_segment`, from the second segment on, and
+    `local_state`. x, dout (B, T, H, P), b, c (B, T, G, N), rows (4, B, H, ≥ tiles, L); writes local_states
+    and local_dstates (B, H, ≥ segments, P, N) and, by how much the same segments decay, state_decay and
+    dstate_decay (B, H, ≥ segments).
 
     RAGGED: a block for each entry of `carried` instead of each segment, and no ENTRIES; writes what the
     segment after that slot gives, and how much it decays, under the entry's index.
     """
-    ENTRIES, RAGGED = FLAGS
+    ENTRIES, RAGGED, PARTS = FLAGS
     batch, head, p_tile, segment, group, first, count = decode_segment(dout, TILE_P, sizes)
     n_tile = ct.bid(1)
     options = (L, TILE_P, TILE_N, PRECISION, LATENCY)
@@ -122,7 +129,7 @@ def segment_borders(
             first, at, count = entry(table, slot, TILE), 0, ct.cdiv(span[2] - span[1], L)
             dout, c = window(dout, *span), window(c, *span)
         place = (batch, head, p_tile, n_tile, group, first, at, count)
-        dstate, dstate_left = local_dstate(dout, c, rows, place, options)
+        dstate, dstate_left = local_dstate(dout, c, rows, place, options, PARTS)
         store_state(local_dstates, (batch, head, segment, p_tile, n_tile), dstate)
         if p_tile + n_tile == 0:
             ct.store(dstate_decay, (batch, head, segment), dstate_left)
@@ -131,7 +138,7 @@ def segment_borders(
             # Whole segments: only the last, which is not asked for here, may be short.
             tiles = sizes[0]
             before = (batch, head, p_tile, n_tile, group, first - tiles, first - tiles, tiles)
-            state, state_left = local_state(x, b, rows, before, options)
+            state, state_left = local_state(x, b, rows, before, options, PARTS)
             store_state(local_states, (batch, head, segment - 1, p_tile, n_tile), state)
             if p_tile + n_tile == 0:
                 ct.store(state_decay, (batch, head, segment - 1), state_left)
@@ -241,10 +248,11 @@ def walk_forwards(per_head, per_group, rows, state, entry_states, place, options
     segment.
 
     per_head x, per_group b; place: (batch, head, p_tile, n_tile, group, first tile, first tile in per_head
-    and per_group, first saved state, tiles); options: (L, TILE_P, TILE_N, precision, latency, EVERY).
+    and per_group, first saved state, tiles); options: (L, TILE_P, TILE_N, precision, latency, EVERY,
+    PARTS).
     """
     batch, head, p_tile, n_tile, group, first, at, saved, count = place
-    L, TILE_P, TILE_N, PRECISION, LATENCY, EVERY = options
+    L, TILE_P, TILE_N, PRECISION, LATENCY, EVERY, PARTS = options
     store_state(entry_states, (batch, head, saved, p_tile, n_tile), state)
     # Past the last that is stored, none is asked for.
     for k in range((count - 1) // EVERY * EVERY):
@@ -252,7 +260,8 @@ def walk_forwards(per_head, per_group, rows, state, entry_states, place, options
         x_tile = load_tokens(per_head, (batch, at + k, head, p_tile), (L, TILE_P), LATENCY)
         rows_tile = load_rows(rows, (batch, head, first + k), L, LATENCY)
         weighted = taken_up(x_tile, row(rows_tile, ROW_STATE_WEIGHT))
-        state = product(weighted, b_tile, state * last_of_row(rows_tile, ROW_EXP_G), PRECISION)
+        state = state * last_of_row(rows_tile, ROW_EXP_G)
+        state = product_of_parts(weighted, b_tile, state, PRECISION, PARTS)
         if (k + 1) % EVERY == 0:
             store_state(entry_states, (batch, head, saved + (k + 1) // EVERY, p_tile, n_tile), state)
 
@@ -264,7 +273,7 @@ def walk_backwards(per_head, per_group, rows, dstate, dexit_states, place, optio
     per_head dout, per_group c; place and options as in `walk_forwards`.
     """
     batch, head, p_tile, n_tile, group, first, at, saved, count = place
-    L, TILE_P, TILE_N, PRECISION, LATENCY, EVERY = options
+    L, TILE_P, TILE_N, PRECISION, LATENCY, EVERY, PARTS = options
     for k in range(count):
         tile = count - 1 - k
         if (k == 0) | ((tile + 1) % EVERY == 0):
@@ -273,7 +282,8 @@ def walk_backwards(per_head, per_group, rows, dstate, dexit_states, place, optio
         dy_tile = load_tokens(per_head, (batch, at + tile, head, p_tile), (L, TILE_P), LATENCY)
         rows_tile = load_rows(rows, (batch, head, first + tile), L, LATENCY)
         weighted = taken_up(dy_tile, row(rows_tile, ROW_EXP_G))
-        dstate = product(weighted, c_tile, dstate * last_of_row(rows_tile, ROW_EXP_G), PRECISION)
+        dstate = dstate * last_of_row(rows_tile, ROW_EXP_G)
+        dstate = product_of_parts(weighted, c_tile, dstate, PRECISION, PARTS)
     return dstate
 
 
@@ -303,9 +313,10 @@ def tile_states(
     """The state at the entry of every tile of some segments, and the gradient of the one at its exit.
 
     Grid: (B · segments · ceil(P / TILE_P) · H, ceil(N / TILE_N), 2): the walk backwards, then, if ENTRIES,
-    the one forwards. FLAGS: (ENTRIES, WRITE_DINIT, RAGGED, HAS_INIT, HAS_DFINAL, EVERY). sizes: see
+    the one forwards. FLAGS: (ENTRIES, WRITE_DINIT, RAGGED, HAS_INIT, HAS_DFINAL, EVERY, PARTS). sizes: see
     `decode_segment`. EVERY: how many tiles of a segment share one pair of states, that at the entry of the
-    first and that at the exit of the last; a segment that others follow has a multiple of it.
+    first and that at the exit of the last; a segment that others follow has a multiple of it. PARTS: in how
+    many bf16 parts a state takes up weighted tokens.
     x, dout (B, T, H, P), b, c (B, T, G, N), rows (4, B, H, ≥ tiles, L), segment_entries and segment_exits
     (B, H, ≥ segments, P, N) float32; writes entry_states and dexit_states (B, H, ≥ tiles / EVERY, P, N),
     where tile 0 is the first asked for, and, in the sequence's first segment if WRITE_DINIT, dinit_state
@@ -314,11 +325,11 @@ def tile_states(
     RAGGED: a slot's states are where `first_saved` says; reads init_state and dfinal_state (S, H, P, N), if
     HAS_INIT and HAS_DFINAL, where a sequence begins and ends, and the borders only between.
     """
-    ENTRIES, WRITE_DINIT, RAGGED, HAS_INIT, HAS_DFINAL, EVERY = FLAGS
+    ENTRIES, WRITE_DINIT, RAGGED, HAS_INIT, HAS_DFINAL, EVERY, PARTS = FLAGS
     batch, head, p_tile, segment, group, first, count = decode_segment(dout, TILE_P, sizes)
     n_tile = ct.bid(1)
     shape = (TILE_P, TILE_N)
-    options = (L, TILE_P, TILE_N, PRECISION, LATENCY, EVERY)
+    options = (L, TILE_P, TILE_N, PRECISION, LATENCY, EVERY, PARTS)
     at, saved = first, (first - sizes[3] * sizes[0]) // EVERY
     sequence, position, left = batch, segment, 0
     if RAGGED:

@@ -9,7 +9,7 @@ the published kernel, with a state per chunk; with more, the states take 1/S of 
 
 import cuda.tile as ct
 
-from .products import product
+from .products import BF16, product, rounded_off
 from .tiles import (
     ROW_EXP_G,
     ROW_STATE_WEIGHT,
@@ -28,11 +28,12 @@ from .tiles import (
 )
 
 
-def local_state(per_head, per_group, rows, place, options):
+def local_state(per_head, per_group, rows, place, options, PARTS=1):
     """(state of a segment that starts from zero, the factor by which the segment decays).
 
     place: (batch, head, p_tile, n_tile, group, first tile, first tile in per_head and per_group, tiles);
-    options: (L, TILE_P, TILE_N, precision, latency).
+    options: (L, TILE_P, TILE_N, precision, latency). PARTS: in how many bf16 parts the state takes up the
+    weighted tokens of the last tile, which are all that is felt where memory is short.
 
     Walks the tiles backwards: then the sum needs no rescaling, as the decay of later tiles goes into the
     L weights, and `compute_out`, which starts at a segment's front, finds the last-read tiles in the L2
@@ -42,6 +43,13 @@ def local_state(per_head, per_group, rows, place, options):
     L, TILE_P, TILE_N, PRECISION, LATENCY = options
     state = ct.zeros((TILE_P, TILE_N), ct.float32)
     later_decay = 1.0
+    if PRECISION == BF16 and PARTS == 2:
+        tile = count - 1
+        b_tile = load_tokens(per_group, (batch, offset + tile, group, n_tile), (L, TILE_N), LATENCY)
+        x_tile = load_tokens(per_head, (batch, offset + tile, head, p_tile), (L, TILE_P), LATENCY)
+        rows_tile = load_rows(rows, (batch, head, first + tile), L, LATENCY)
+        weighted_x = x_tile.transpose().astype(ct.float32) * row(rows_tile, ROW_STATE_WEIGHT)[None, :]
+        state = product(rounded_off(weighted_x), b_tile, state, PRECISION)
     for k in range(count):
         tile = count - 1 - k
         b_tile = load_tokens(per_group, (batch, offset + tile, group, n_tile), (L, TILE_N), LATENCY)

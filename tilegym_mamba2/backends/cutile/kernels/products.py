@@ -33,6 +33,19 @@ def product(x, y, acc, precision):
     return ct.mma(x_high, y_high, acc)
 
 
+def product_of_parts(x, y, acc, precision, parts):
+    """x @ y + acc, for x computed in float32; in bf16, of 2 parts x keeps 16 bits, not 8."""
+    acc = product(x, y, acc, precision)
+    if precision == BF16 and parts == 2:
+        acc = product(rounded_off(x), y, acc, precision)
+    return acc
+
+
+def rounded_off(x):
+    """What bf16 lacks of float32 x."""
+    return x - x.astype(ct.bfloat16).astype(ct.float32)
+
+
 def product_of_loaded(x, y, acc, precision):
     """x @ y + acc for two operands as loaded: 16-bit inputs are exact operands already."""
     if x.dtype == ct.float32:
