@@ -26,10 +26,12 @@ class BackwardConfig:
     """
 
     tile_tokens: int = 64
-    # Into how many blocks a batch row is cut, H and P included, as far as these bounds on its tiles allow.
+    # Into how many blocks a batch row is cut for a walk in one direction, H, P and N included, as far as
+    # these bounds on a segment's tiles allow: the upper one, where the row has more states than `whole_rows`.
     segment_blocks: int = 64
     min_segment_tiles: int = 4
     max_segment_tiles: int = 32
+    whole_rows: int = 0
     # How many blocks walk at a time. With max_segment_tiles it bounds the states in memory of each lane, to
     # 134 MB at P 64, N 128 in bfloat16, twice that unless `paired`. Every launch costs some 5 us of blocks
     # that end and begin.
@@ -77,11 +79,8 @@ class BackwardConfig:
     # In how many bfloat16 parts states take up weighted tokens, in `tile_states` and, next to the borders,
     # in `segment_borders`; of two their rounding is gone. da of the publication's inputs at T 4096, root
     # mean square over eight seeds: 9.2e-4 to 2.6e-4, the worst 2.5e-3 to 6.1e-4 (interpreted).
-    uptake_parts: int = 1
-    border_parts: int = 1
-    # The same of weighted x where `compute_gradients` multiplies it with states, with `paired` in every
-    # second tile.
-    db_parts: int = 1
+    uptake_parts: int = 2
+    border_parts: int = 2
     sum_tile: int = 256
     # dd (H, P): tiles of tokens that a block sums up, and how many of those sums at a time.
     skip_tiles: int = 16
@@ -90,10 +89,14 @@ class BackwardConfig:
 
     _override: ClassVar[Optional["BackwardConfig"]] = None
 
-    def tiles_per_segment(self, tiles: int, heads: int) -> int:
-        """For a batch row of that many tiles of tokens, and of heads (times the tiles of P)."""
-        wanted = math.ceil(tiles * heads / self.segment_blocks)
-        return max(self.min_segment_tiles, min(self.max_segment_tiles, wanted))
+    def tiles_per_segment(self, tiles: int, blocks: int) -> int:
+        """For a batch row of that many tiles of tokens, and of heads (times the tiles of P and of N)."""
+        wanted = math.ceil(tiles * blocks / self.segment_blocks)
+        if tiles * blocks > self.whole_rows:
+            wanted = min(self.max_segment_tiles, wanted)
+        wanted = max(self.min_segment_tiles, wanted)
+        # Segments of equal size, as far as possible.
+        return max(self.min_segment_tiles, math.ceil(tiles / math.ceil(tiles / wanted)))
 
     def tiles_per_packed_segment(self, wanted: int, tiles: int, sequences: int) -> int:
         """The same for that many packed sequences: segments much longer than those would mostly be empty."""
@@ -107,7 +110,8 @@ class BackwardConfig:
         wanted = batch * segments * blocks
         if wanted * tiles <= self.piece_blocks * self.max_segment_tiles * self.at_once:
             return batch, segments
-        most = self._most(wanted, self.piece_blocks)
+        most = self.piece_blocks * self.max_segment_tiles // max(tiles, self.max_segment_tiles)
+        most = self._most(wanted, most)
         rows = max(1, min(batch, most // blocks))
         wanted = max(1, most // (rows * blocks))
         # Pieces of equal size, as far as possible.
@@ -188,9 +192,12 @@ def default_config(arch: str, precision: int, head_shape: tuple[int, int], state
     heads, head_size = head_shape
     config = BackwardConfig()
     if heads >= 16:
-        # Models of this size run at B 1 too: fill the GPU from one row (132 multiprocessors, two blocks
-        # each). One lane of twice the size: 80 heads 604 us, two lanes 660, one of the plain size 772.
-        config = dataclasses.replace(config, segment_blocks=512, part_blocks=264, piece_blocks=512, lanes=1)
+        # Models of this size run at B 1 too: fill the GPU from one row. One lane of twice the size: 80 heads
+        # 604 us, two lanes 660, one of the plain size 772. From 80 heads on a row in one segment has enough
+        # blocks, and no borders to pass: 8192 tokens, 80 heads 614 us in seven segments, 591 in two or four,
+        # 568 in one; 128 heads 914, 840 in two, 790 in one.
+        config = dataclasses.replace(config, segment_blocks=80, whole_rows=16384, part_blocks=264)
+        config = dataclasses.replace(config, piece_blocks=512, lanes=1)
     if arch not in ("sm_90", "sm_100", "sm_103"):
         # Where products take their sums from ordinary registers, all gradients at once spill.
         config = dataclasses.replace(config, fused_tile_n_max=0)
@@ -200,6 +207,12 @@ def default_config(arch: str, precision: int, head_shape: tuple[int, int], state
             config = dataclasses.replace(config, token_tile_n_max=64)
         if head_size > 64:
             return dataclasses.replace(config, token_occupancy=1, token_warps=8, group_tile_n_max=64)
+        if arch == "sm_90" and state_size > 128 and heads < 16:
+            # Longer segments, as the tiles of N are blocks too, and all at once: N 512 1462 us in eight
+            # segments and four pieces on two lanes, 1281 in two segments (1221 in one, which leaves half of
+            # the GPU idle at B 1); N 256 806 in eight and two, 783 in four.
+            most = 64 if state_size <= 256 else 128
+            config = dataclasses.replace(config, max_segment_tiles=most, lanes=1)
         if arch == "sm_90" and state_size > 256:
             config = dataclasses.replace(config, sides=True)
             # N 512 in tiles of 256, eight warps: compute_dx 660 to 560 us, compute_dbc 479 to 411.

@@ -146,7 +146,9 @@ def make_plan(problem: Problem, tensors: dict[str, torch.Tensor | None], plan: P
     tile = config.tile_tokens
     tiles_of_row = math.ceil(tokens / tile)
     p_tiles = math.ceil(head_size / TILE_P)
-    tiles_per_segment = config.tiles_per_segment(tiles_of_row, heads * p_tiles)
+    n_tiles = math.ceil(state_size / min(tile_of(state_size), config.state_tile_n))
+    blocks = heads * p_tiles * n_tiles
+    tiles_per_segment = config.tiles_per_segment(tiles_of_row, blocks)
     if problem.sequences is not None:
         tiles_per_segment = config.tiles_per_packed_segment(
             tiles_per_segment, tiles_of_row, problem.sequences
@@ -176,8 +178,6 @@ def make_plan(problem: Problem, tensors: dict[str, torch.Tensor | None], plan: P
     # The heads that one block of compute_dbc takes; the number of parts follows from it.
     group_heads = math.ceil(heads // groups / parts)
     parts = math.ceil(heads // groups / group_heads)
-    n_tiles = math.ceil(state_size / min(tile_of(state_size), config.state_tile_n))
-    blocks = heads * p_tiles * n_tiles
     if problem.ragged:
         rows_at_once = 1
         segments_at_once = config.slots_at_once(segments, tiles, tiles_per_segment, blocks)
@@ -420,7 +420,7 @@ class Builder:
                 TILE_P,
                 tile_n,
                 self.precision,
-                (self.problem.skip, self.ragged, self.paired, config.db_parts),
+                (self.problem.skip, self.ragged, self.paired),
                 config.fused_latency,
             ),
         )

@@ -30,7 +30,7 @@ from .bwd_tiles import (
     store_shares,
 )
 from .decay import exp2
-from .products import product, product_of_loaded, product_of_parts
+from .products import product, product_of_loaded
 from .scan_out import SKIP_PER_HEAD
 from .scan_table import tokens_of_slot, window
 from .tiles import (
@@ -75,9 +75,8 @@ def compute_gradients(
 ):
     """Some heads of one group at one tile of tokens.
 
-    Grid: (B · tiles · G · parts,). FLAGS: (SKIP, RAGGED, PAIRED, DB_PARTS). sizes: see `decode_heads`; SKIP,
-    RAGGED, tiles and table: as in `compute_dx`. DB_PARTS: in how many bf16 parts weighted x enters the
-    product with a state; in the first tile of a pair it is one.
+    Grid: (B · tiles · G · parts,). FLAGS: (SKIP, RAGGED, PAIRED). sizes: see `decode_heads`; SKIP, RAGGED,
+    tiles and table: as in `compute_dx`.
     x, dout (B, T, H, P ≤ TILE_P), b, c (B, T, G, N ≤ TILE_N), rows (4, B, H, ≥ tiles, L), d_skip (H,) or
     (H, P), entry_states and dexit_states (B, H, ≥ tiles asked for, P, N); writes dx (B, T, H, P), drows
     (B, H, ≥ tiles, NUM_SHARES · L) and overlap (B, H, ≥ tiles, TILE_P), which add up to what `compute_dx`
@@ -86,7 +85,7 @@ def compute_gradients(
     PAIRED: states are saved for pairs of tiles, the first tile asked for (RAGGED: of a slot) begins one, and
     a row of overlap has OVERLAP_PARTS times as many numbers; see `bwd_pairs`.
     """
-    SKIP, RAGGED, PAIRED, DB_PARTS = FLAGS
+    SKIP, RAGGED, PAIRED = FLAGS
     heads_per_group, heads_per_block = sizes[1], sizes[2]
     batch, group, part, tile, saved, first, count = decode_heads(b.shape[2], sizes)
     column = group * ct.cdiv(heads_per_group, heads_per_block) + part
@@ -110,7 +109,7 @@ def compute_gradients(
         place = (batch, saved, tile, at, tile + away, at + away, exists)
         arrays = (x, b, c, rows, d_skip, dout, entry_states, dexit_states, dx, drows, overlap, db, dc)
         heads = (group, column, first, count)
-        options = (L, TILE_P, TILE_N, PRECISION, SKIP, DB_PARTS, LATENCY)
+        options = (L, TILE_P, TILE_N, PRECISION, SKIP, LATENCY)
         if number % 2 == 0:
             paired_gradients(arrays, place, heads, options, True)
         else:
@@ -157,8 +156,7 @@ def compute_gradients(
         decay = decay_t(g, tokens)
         inter = halves(dy_since_entry * from_entry)
         dc_tile = product(dy_since_entry, entry, dc_tile, PRECISION)
-        x_weighted = x_wide * row(rows_tile, ROW_STATE_WEIGHT)[:, None]
-        db_tile = product_of_parts(x_weighted, dexit, db_tile, PRECISION, DB_PARTS)
+        db_tile = product(x_wide * row(rows_tile, ROW_STATE_WEIGHT)[:, None], dexit, db_tile, PRECISION)
         overlap_t = product_of_loaded(
             entry, dexit.transpose(), ct.zeros((TILE_P, TILE_P), ct.float32), PRECISION
         )

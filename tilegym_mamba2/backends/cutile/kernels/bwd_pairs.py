@@ -37,7 +37,7 @@ from .bwd_tiles import (
     store_shares,
 )
 from .decay import exp2
-from .products import product, product_of_loaded, product_of_parts
+from .products import product, product_of_loaded
 from .scan_out import SKIP_PER_HEAD
 from .scan_table import TILE, entry
 from .tiles import (
@@ -87,7 +87,7 @@ def paired_gradients(arrays, place, heads, options, FIRST):
     x, b, c, rows, d_skip, dout, entry_states, dexit_states, dx, drows, overlap, db, dc = arrays
     batch, saved, tile, at, partner, far_at, exists = place
     group, column, first, count = heads
-    L, TILE_P, TILE_N, PRECISION, SKIP, DB_PARTS, LATENCY = options
+    L, TILE_P, TILE_N, PRECISION, SKIP, LATENCY = options
     tokens = ct.arange(L, dtype=ct.int32)
     zeros = ct.zeros((L, L), ct.float32)
     diagonal = tokens[None, :] == tokens[:, None]
@@ -163,7 +163,7 @@ def paired_gradients(arrays, place, heads, options, FIRST):
             carried = carried + halves(felt * far_scores)
             v = product(far_weight * far_scores, far_head, v, PRECISION)
         else:
-            db_tile = product_of_parts(x_weighted, dexit, db_tile, PRECISION, DB_PARTS)
+            db_tile = product(x_weighted, dexit, db_tile, PRECISION)
         store_shares(drows, SHARES_CARRIED, index, carried)
         v = v * exp2(last_of_row(rows_tile, ROW_G) - g)[:, None]
         du = product(decay * scores_t, dy_tile, v, PRECISION)
