@@ -410,6 +410,23 @@ def test_gradients_with_the_sign_beside_their_memory(options: dict[str, Any]) ->
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", OP_ORDER)
+@pytest.mark.parametrize("options", [{}, {"dt_softplus": True}], ids=["bare", "softplus"])
+def test_inputs_with_the_sign_beside_their_memory(name: str, options: dict[str, Any]) -> None:
+    plain = leaves(20)
+    with interpreter.interpret():
+        # The second time the form is known.
+        for _ in range(2):
+            results = [
+                scan(plain | {name: view(plain[name])}, backend="cutile", **options)
+                for view in (torch._neg_view, torch.neg, torch.clone)
+            ]
+            grads = [torch.autograd.grad(out.square().sum(), list(plain.values())) for out, _ in results]
+            assert all(map(torch.equal, results[0], results[1]))
+            assert all(map(torch.equal, grads[0], grads[1]))
+            assert not all(map(torch.equal, results[0], results[2]))
+
+
 def test_the_backward_takes_gradients_with_the_sign_beside_their_memory() -> None:
     inputs = leaves(20, requires_grad=False)
     tensors = [inputs[name] for name in OP_ORDER]

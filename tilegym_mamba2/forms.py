@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["PLAIN", "Kept", "form_of", "form_of_step", "forms_of", "recogniser"]
+__all__ = ["PLAIN", "Kept", "as_read", "form_of", "form_of_step", "forms_of", "recogniser"]
 
 try:
     from torch._C._dynamo.guards import TensorGuards as _TensorGuards
@@ -34,6 +34,11 @@ def forms_of(tensors: Iterable[torch.Tensor | None]) -> Hashable:
     """What of each tensor of one device decides the code that is launched."""
     # Base addresses off 16 bytes compile to other code.
     return tuple(None if t is None else (t.shape, t.stride(), t.dtype, t.data_ptr() & 15) for t in tensors)
+
+
+def as_read(tensors: Iterable[Any]) -> tuple[Any, ...]:
+    """Those with torch's negative bit, such as `z.conj().imag`, as they read: kernels see memory alone."""
+    return tuple(t.resolve_neg() if isinstance(t, torch.Tensor) and t.is_neg() else t for t in tensors)
 
 
 def recogniser(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:

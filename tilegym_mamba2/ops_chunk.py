@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 from tilegym_mamba2 import autograd, registry
 from tilegym_mamba2.autocast import FULL, LOW, autocast
 from tilegym_mamba2.backends.cutile.availability import interpreter_active
-from tilegym_mamba2.forms import PLAIN, Kept, form_of
+from tilegym_mamba2.forms import PLAIN, Kept, as_read, form_of
 from tilegym_mamba2.options import MAX_CHUNK_SIZE
 from tilegym_mamba2.validate import validate_backward, validate_forward
 
@@ -53,10 +53,9 @@ def mamba2_chunk_forward(
         backend: backend of this call ("cutile", "torch", "tilegym", or one of your own). None: the choice of
             `use_backend`, `tilegym.set_backend` or TILEGYM_MAMBA2_BACKEND, else the best that can run.
 
-    Inputs may have any strides and are not modified. All are on one device. Kernels read their memory: what
-    `is_neg()`, such as `z.conj().imag`, must go through `resolve_neg()` first. A NaN or inf in a token
-    reaches all later ones and may reach earlier ones of the same 64 to 128. Under autocast x, b and c go to
-    its dtype and a, d, dt and init_state to float32.
+    Inputs may have any strides and are not modified. All are on one device. A NaN or inf in a token reaches
+    all later ones and may reach earlier ones of the same 64 to 128. Under autocast x, b and c go to its dtype
+    and a, d, dt and init_state to float32.
 
     Differentiable in every tensor, on every backend that has a `mamba2_chunk_backward`; only the inputs are
     saved. Second derivatives and forward mode: backend "torch" alone, RuntimeError elsewhere. Also under
@@ -81,7 +80,7 @@ def mamba2_chunk_forward(
         if records:
             return autograd.DirectScan.apply(known, form, chunk_size, x, a, b, c, d, dt, init_state)
         return known(form, x, a, b, c, d, dt, init_state)
-    tensors = autocast((x, a, b, c, d, dt, init_state), _AUTOCAST)
+    tensors = autocast(as_read((x, a, b, c, d, dt, init_state)), _AUTOCAST)
     validate_forward(*tensors, chunk_size)
     chunk_size = min(operator.index(chunk_size), MAX_CHUNK_SIZE)
     records = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
@@ -147,6 +146,16 @@ def _key(
         )
         if records and autograd.transforms_are_active():
             return None
+        if (
+            x.is_neg()
+            or a.is_neg()
+            or b.is_neg()
+            or c.is_neg()
+            or dt.is_neg()
+            or (d is not None and d.is_neg())
+            or (init_state is not None and init_state.is_neg())
+        ):
+            return None
         form = form_of(x, a, b, c, d, dt, init_state)
     except (AttributeError, RuntimeError):  # no tensor, or a sparse one: validation says which
         return None
@@ -186,11 +195,7 @@ def mamba2_chunk_backward(
         BackendUnavailable: the chosen backend cannot run on these tensors or on this machine.
     """
     validate_backward(x, a, b, c, d, dt, init_state, dout, dfinal_state, chunk_size, state_dtype)
-    # Kernels read memory, and autograd hands on gradients with the sign beside it.
-    dout, dfinal_state = (
-        g.resolve_neg() if g is not None and g.is_neg() else g for g in (dout, dfinal_state)
-    )
-    tensors = (x, a, b, c, d, dt, init_state, dout, dfinal_state)
+    tensors = as_read((x, a, b, c, d, dt, init_state, dout, dfinal_state))
     name, backward = registry.resolve(BACKWARD, backend, tensors)
     autograd.refuse_transform(BACKWARD, name)
     return backward(*tensors, min(operator.index(chunk_size), MAX_CHUNK_SIZE), state_dtype)

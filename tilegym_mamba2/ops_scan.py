@@ -9,7 +9,7 @@ from tilegym_mamba2 import autograd_scan, registry
 from tilegym_mamba2.autocast import FULL, KEEP, LOW, autocast
 from tilegym_mamba2.autograd import differentiable, goes_by_ops, in_transform, transforms_are_active
 from tilegym_mamba2.errors import BackendUnavailable
-from tilegym_mamba2.forms import PLAIN
+from tilegym_mamba2.forms import PLAIN, as_read
 from tilegym_mamba2.ops_chunk import mamba2_chunk_forward
 from tilegym_mamba2.options import MAX_CHUNK_SIZE, NO_LIMIT, is_no_limit
 from tilegym_mamba2.validate_scan import check_bool, check_scan_values, validate_scan
@@ -117,7 +117,10 @@ def mamba2_chunk_scan(
             _raise_as_scan(error, x, dt, a, b, c, d, init_state, chunk_size)
             raise
 
-    tensors = autocast((x, dt, a, b, c, d, z, dt_bias, init_state, cu_seqlens, seq_lens), _AUTOCAST)
+    tensors = (x, dt, a, b, c, d, z, dt_bias, init_state, cu_seqlens, seq_lens)
+    if not torch.compiler.is_compiling():
+        tensors = as_read(tensors)
+    tensors = autocast(tensors, _AUTOCAST)
     flags = (dt_softplus, dt_limit, chunk_size, state_dtype, return_chunk_states)
     if check is not False:
         check_bool("check", check)
