@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
+from torch.utils._pytree import tree_map
 
 from tests import scan_oracle
 from tilegym_mamba2 import interpreter, mamba2_chunk_scan, registry
@@ -184,3 +185,22 @@ def shapes(
         )
 
     return draw_shape()
+
+
+class Wrapper(torch.Tensor):
+    """Holds another tensor, and has no memory of its own."""
+
+    @staticmethod
+    def __new__(cls, held: torch.Tensor) -> "Wrapper":
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, held.shape, strides=held.stride(), dtype=held.dtype, device=held.device
+        )
+        made.held = held
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def held(value: Any) -> Any:
+            return value.held if isinstance(value, cls) else value
+
+        return func(*tree_map(held, args), **tree_map(held, kwargs or {}))

@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import tilegym_mamba2
+from tests.scanning import Wrapper
 from tilegym_mamba2 import (
     autograd,
     interpreter,
@@ -20,6 +21,7 @@ from tilegym_mamba2 import (
     ops_chunk,
     use_backend,
 )
+from tilegym_mamba2.backends.cutile import forward as cutile_forward
 
 NAMES = ("x", "dt", "a", "b", "c", "d", "init_state")
 OP_ORDER = ("x", "a", "b", "c", "d", "dt", "init_state")
@@ -425,6 +427,23 @@ def test_inputs_with_the_sign_beside_their_memory(name: str, options: dict[str, 
             assert all(map(torch.equal, results[0], results[1]))
             assert all(map(torch.equal, grads[0], grads[1]))
             assert not all(map(torch.equal, results[0], results[2]))
+
+
+@pytest.mark.parametrize("name", OP_ORDER)
+def test_a_wrapped_tensor_is_read_where_it_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_plan = cutile_forward.run_plan
+
+    def run(launches: Any, *rest: Any) -> None:
+        assert not any(isinstance(arg, Wrapper) for item in launches for arg in item.args)
+        run_plan(launches, *rest)
+
+    monkeypatch.setattr(cutile_forward, "run_plan", run)
+    plain = leaves(20, requires_grad=False)
+    with interpreter.interpret():
+        expected = scan(plain, backend="cutile")
+        # The second time the form of the plain ones is known.
+        got = scan(plain | {name: Wrapper(plain[name])}, backend="cutile")
+    assert all(map(torch.equal, got, expected))
 
 
 def test_the_backward_takes_gradients_with_the_sign_beside_their_memory() -> None:

@@ -2,8 +2,9 @@
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd import forward_ad
 
 from tests import scan_oracle
-from tests.scanning import Shape, call, error
+from tests.scanning import Shape, Wrapper, call, error
 from tilegym_mamba2 import (
     BackendUnavailable,
     interpreter,
@@ -418,11 +420,20 @@ def test_another_form_is_checked_again(as_on_a_gpu: list[int]) -> None:
 
 
 class Repeated:
-    """Stands for a packed launch, and keeps the addresses that it gets."""
+    """Stands for the packed launches, and keeps which of them got which addresses."""
 
     def __init__(self) -> None:
         self.launches: list[list[int]] = []
+        self.numbers: list[int] = []
+        self.count = 0
         self.takes = True
+
+    def of_number(self, number: int) -> SimpleNamespace:
+        def launch(stream: int, addresses: list[int]) -> bool:
+            self.numbers.append(number)
+            return self.launch(stream, addresses)
+
+        return SimpleNamespace(launch=launch)
 
     def launch(self, stream: int, addresses: list[int]) -> bool:
         self.launches += [addresses] if self.takes else []
@@ -435,7 +446,8 @@ def repeated(as_on_a_gpu: list[int], monkeypatch: pytest.MonkeyPatch) -> Repeate
     repeated, run_plan = Repeated(), cutile_step.run_plan
 
     def run(launches: Any, device: torch.device, op: str, seen: Any) -> None:
-        seen.packed = [repeated]
+        seen.packed = [repeated.of_number(repeated.count)]
+        repeated.count += 1
         run_plan(launches, device, op, seen)
 
     monkeypatch.setattr(cutile_step, "run_plan", run)
@@ -501,6 +513,72 @@ def test_a_repeated_call_hides_no_gradient(repeated: Repeated) -> None:
     assert len(repeated.launches) == 1
 
 
+def test_code_for_tensors_off_16_bytes_is_not_repeated_on_others(repeated: Repeated) -> None:
+    values = EVERYTHING.values(torch.float32)
+    state, shifted = values["init_state"], torch.cat([values["a"]] * 2)[1:5]
+    # The way of the first form, the other's, and the first's again.
+    for a, count in ((values["a"], 0), (values["a"], 1), (shifted, 1), (values["a"], 2), (values["a"], 3)):
+        step(state, values, backend="cutile", a=a)
+        assert len(repeated.launches) == count and set(repeated.numbers) <= {0}
+
+
+@pytest.mark.parametrize("first", [torch.no_grad, torch.inference_mode])
+def test_a_form_is_recognised_in_another_mode_too(repeated: Repeated, first: Callable) -> None:
+    values = EVERYTHING.values(torch.float32)
+    with first():
+        step(values["init_state"], values, backend="cutile")
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode():
+            step(values["init_state"], values, backend="cutile")
+            before = len(repeated.launches)
+            step(values["init_state"], values, backend="cutile")
+            assert len(repeated.launches) == before + 1
+
+
+@pytest.mark.parametrize("name", ["x", "dt", "a", "b", "c"])
+def test_a_repeated_call_hides_no_missing_tensor(repeated: Repeated, name: str) -> None:
+    values = EVERYTHING.values(torch.float32)
+    for _ in range(2):
+        step(values["init_state"], values, backend="cutile")
+    positional = [None if n == name else values[n] for n in ("x", "dt", "a", "b", "c")]
+    options = {n: values[n] for n in ("d", "z", "dt_bias", "dt_softplus", "dt_limit")}
+    with pytest.raises(TypeError) as raised:
+        mamba2_state_update(values["init_state"], *positional, **options, backend="cutile")
+    assert str(raised.value) == f"{name} must be a torch.Tensor, got NoneType"
+
+
+def test_a_repeated_call_hides_no_tangent(repeated: Repeated) -> None:
+    values = EVERYTHING.values(torch.float32)
+    for _ in range(2):
+        step(values["init_state"], values, backend="cutile")
+    with forward_ad.dual_level(), pytest.raises(BackendUnavailable, match="forward-mode"):
+        dual = forward_ad.make_dual(values["x"], torch.ones_like(values["x"]))
+        step(values["init_state"], values, backend="cutile", x=dual)
+    assert len(repeated.launches) == 1
+
+
+@pytest.mark.parametrize("name", ["x", "dt", "a", "b", "z", "dt_bias"])
+@pytest.mark.parametrize("known", [False, True])
+def test_a_wrapped_tensor_is_read_where_it_is(
+    as_on_a_gpu: list[int], monkeypatch: pytest.MonkeyPatch, name: str, known: bool
+) -> None:
+    run_plan = cutile_step.run_plan
+
+    def run(launches: Any, *rest: Any) -> None:
+        assert not any(isinstance(arg, Wrapper) for item in launches for arg in item.args)
+        run_plan(launches, *rest)
+
+    monkeypatch.setattr(cutile_step, "run_plan", run)
+    values = EVERYTHING.values(torch.float32)
+    first, second = values["init_state"].clone(), values["init_state"].clone()
+    expected = step(first, values, backend="cutile")
+    if not known:
+        ops_step._known.clear()
+        ops_step._last.clear()
+    got = step(second, values | {name: Wrapper(values[name])}, backend="cutile")
+    assert torch.equal(got, expected) and torch.equal(first, second)
+
+
 def test_a_launch_that_is_refused_is_made_another_way(repeated: Repeated) -> None:
     values = EVERYTHING.values(torch.float32)
     first, second = values["init_state"].clone(), values["init_state"].clone()
@@ -516,6 +594,7 @@ def test_a_launch_that_is_refused_is_made_another_way(repeated: Repeated) -> Non
         (TypeError, {"dt_softplus": 1}),
         (TypeError, {"dt_limit": (0, True)}),
         (ValueError, {"dt_limit": (1.0, 0.0)}),
+        (ValueError, {"dt_limit": (0, 10**400)}),
         (TypeError, {"dt_limit": (math.inf, [])}),
         (TypeError, {"a": 1.0}),
         (ValueError, {"a": torch.ones(5)}),

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
-from tilegym_mamba2.forms import PLAIN
+from tilegym_mamba2.forms import all_plain
 from tilegym_mamba2.registry import choice, resolve
 from tilegym_mamba2.validate import validate_backward, validate_forward
 
@@ -289,7 +289,7 @@ def goes_by_ops(tensors: Sequence[Tensor | None], records: bool) -> bool:
     """
     if records and forward_ad._current_level >= 0 and in_transform():
         return False
-    return records or type(tensors[0]) not in PLAIN
+    return records or not all_plain(tensors)
 
 
 def refuse_transform(op_name: str, backend: str) -> None:

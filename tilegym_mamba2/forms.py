@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["PLAIN", "Kept", "as_read", "form_of", "form_of_step", "forms_of", "recogniser"]
+__all__ = ["PLAIN", "Kept", "all_plain", "as_read", "form_of", "form_of_step", "forms_of", "recogniser"]
 
 try:
     from torch._C._dynamo.guards import TensorGuards as _TensorGuards
@@ -14,6 +14,12 @@ except ImportError:
 
 # What a call may take past torch.library: a subclass of Tensor may want to see the op.
 PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PLAIN_OR_MISSING = frozenset((*PLAIN, type(None)))
+
+
+def all_plain(tensors: Iterable[torch.Tensor | None]) -> bool:
+    """Whether none is of a subclass, which may have no memory of its own."""
+    return _PLAIN_OR_MISSING.issuperset(map(type, tensors))
 
 
 class Kept(dict):

@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 from tilegym_mamba2 import autograd, registry
 from tilegym_mamba2.autocast import FULL, LOW, autocast
 from tilegym_mamba2.backends.cutile.availability import interpreter_active
-from tilegym_mamba2.forms import PLAIN, Kept, as_read, form_of
+from tilegym_mamba2.forms import Kept, all_plain, as_read, form_of
 from tilegym_mamba2.options import MAX_CHUNK_SIZE
 from tilegym_mamba2.validate import validate_backward, validate_forward
 
@@ -126,7 +126,9 @@ def _key(
 ) -> tuple | None:
     """What decides whether a call is valid and who computes it; None where more than that must be asked."""
     # On the CPU the kernels run through the interpreter alone.
-    if type(x) not in PLAIN or not (x.is_cuda or (x.is_cpu and interpreter_active())):
+    if not all_plain((x, a, b, c, d, dt, init_state)):
+        return None
+    if not (x.is_cuda or (x.is_cpu and interpreter_active())):
         return None
     if forward_ad._current_level >= 0 or peek_interpreter_stack() is not None:
         return None

@@ -9,7 +9,7 @@ from tilegym_mamba2 import autograd_scan, registry
 from tilegym_mamba2.autocast import FULL, KEEP, LOW, autocast
 from tilegym_mamba2.autograd import differentiable, goes_by_ops, in_transform, transforms_are_active
 from tilegym_mamba2.errors import BackendUnavailable
-from tilegym_mamba2.forms import PLAIN, as_read
+from tilegym_mamba2.forms import all_plain, as_read
 from tilegym_mamba2.ops_chunk import mamba2_chunk_forward
 from tilegym_mamba2.options import MAX_CHUNK_SIZE, NO_LIMIT, is_no_limit
 from tilegym_mamba2.validate_scan import check_bool, check_scan_values, validate_scan
@@ -149,7 +149,7 @@ def _recorded(
     tensors: tuple[torch.Tensor | None, ...], flags: tuple, backend: str | None
 ) -> tuple[torch.Tensor, ...]:
     """A call of which autograd, or a subclass of Tensor, is to know."""
-    if type(tensors[0]) in PLAIN and not transforms_are_active():
+    if all_plain(tensors) and not transforms_are_active():
         options = autograd_scan.options_of(tensors, flags[0], *flags[1], *flags[2:])
         # Under no_grad: the kernels alone compute no gradients.
         with torch.no_grad():

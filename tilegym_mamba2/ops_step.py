@@ -5,11 +5,13 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import forward_ad
 
 from tilegym_mamba2 import registry
 from tilegym_mamba2.autocast import FULL, KEEP, LOW, autocast
 from tilegym_mamba2.autograd import refuse_transform
-from tilegym_mamba2.forms import PLAIN, Kept, form_of_step, recogniser
+from tilegym_mamba2.forms import Kept, all_plain, form_of_step, recogniser
 from tilegym_mamba2.options import NO_LIMIT
 from tilegym_mamba2.validate_scan import span, validate_state_update
 
@@ -48,8 +50,8 @@ def mamba2_state_update(
             dt_limit, and all dtypes: as in `mamba2_chunk_scan`, but dt is always cut to dt_limit.
         state_indices: (B,) int32 or int64, the slot of each row; −1 for a row that reads and writes no state
             and gives zeros. A slot named twice ends up undefined. None: row r uses slot r.
-        out: where to write the result, in x's shape and dtype; may be x or z, may not overlap state. None: a
-            new tensor.
+        out: where to write the result, in x's shape and dtype; may be x or z, and may overlap nothing else
+            (checked for state alone). None: a new tensor.
         backend: backend of this call; see `mamba2_chunk_forward`.
 
     Tensors may have any strides and are on one device. Nothing waits for the device. Works under
@@ -71,14 +73,17 @@ def mamba2_state_update(
         tensors = (state, x, dt, a, b, c, d, z, dt_bias, state_indices)
         options = _options(tensors, dt_softplus, dt_limit, out, backend)
         last = _last.get(options)
-        if last is not None and last.fits(*[t for t in (*tensors, out) if t is not None]):
+        if last is not None and last.fits([t for t in (*tensors, out) if t is not None]):
             result = torch.empty_like(x) if out is None else out
             if (out is None or last.is_apart(state, out)) and last.known.repeat((*tensors, result)):
                 return result
         key = _key(tensors, options, out)
         seen = _known.get(key)
         if seen is not None:
-            _last[options] = seen
+            if seen is last:
+                # Of the same form, and not like it: inference mode, or another type.
+                seen = seen._replace(recognises=recogniser([t for t in (*tensors, out) if t is not None]))
+            _remember(key, seen)
             result = torch.empty_like(x) if out is None else out
             if out is None or seen.is_apart(state, out):
                 seen.known(tensors, result)
@@ -96,27 +101,31 @@ def mamba2_state_update(
     if out is None:
         out = torch.empty_like(x)
     arguments = (state, x, dt, a, b, c, d, z, dt_bias, state_indices, dt_softplus)
-    # torch gives ops what a negated view shows, where a kernel would read its memory.
-    if compiling or type(x) not in PLAIN or any(t.is_neg() for t in given):
+    # torch gives ops what a subclass holds and what a negated view shows, where a kernel would read memory.
+    if compiling or not all_plain(given) or any(t.is_neg() for t in given):
         low, high = dt_limit
         state_update(*arguments, float(low), float(high), out, backend)
     else:
         known = _launch(*arguments, dt_limit, out, backend)
         if key is not None and known is not None:
-            _known[key] = _last[options] = _Seen(known, recogniser(given), span(state), span(out))
+            _remember(key, _Seen(known, recogniser(given), len(given), span(state), span(out)))
     return out
 
 
 class _Seen(NamedTuple):
     """A call that was checked and given a backend once: doing that again took 12 µs of 22.
 
-    fits: whether tensors are like its own; spans are those of state and out, in bytes.
+    recognises: whether as many tensors, `count`, are like its own. Spans: bytes of state and of out.
     """
 
     known: Any
-    fits: Callable[..., bool]
+    recognises: Callable[..., bool]
+    count: int
     state_span: int
     out_span: int
+
+    def fits(self, tensors: list[Tensor]) -> bool:
+        return len(tensors) == self.count and self.recognises(*tensors)
 
     def is_apart(self, state: Tensor, out: Tensor) -> bool:
         """Where they lie is no part of the form: those close to each other are checked again."""
@@ -126,6 +135,14 @@ class _Seen(NamedTuple):
 # By form, and the last one with the same options: a model's layers are alike.
 _known: dict[tuple, _Seen] = Kept()
 _last: dict[tuple, _Seen] = Kept()
+
+
+def _remember(key: tuple, seen: _Seen) -> None:
+    form, options = key
+    _known[key] = seen
+    # Tensors off 16 bytes have other code, and are not told from those that are not.
+    if form[-1] == 0:
+        _last[options] = seen
 
 
 def _options(
@@ -138,6 +155,8 @@ def _options(
     """What decides beside the tensors' forms whether a call is valid and who computes it, and which tensors
     there are; None where more than that must be asked."""
     if torch.is_autocast_enabled("cuda") or type(dt_softplus) is not bool:
+        return None
+    if forward_ad._current_level >= 0 or peek_interpreter_stack() is not None:
         return None
     if dt_limit is not NO_LIMIT:
         # True equals 1, and is no number to validation.
@@ -160,9 +179,10 @@ def _options(
 
 def _key(tensors: tuple[Tensor | None, ...], options: tuple | None, out: Tensor | None) -> tuple | None:
     """What decides whether a call is valid and who computes it; None where more than that must be asked."""
-    x = tensors[1]
     # On the CPU the values of state_indices are checked, and whether the interpreter is on decides.
-    if options is None or type(x) not in PLAIN or not x.is_cuda:
+    if options is None or not isinstance(tensors[1], Tensor) or not tensors[1].is_cuda:
+        return None
+    if not all_plain((*tensors, out)):
         return None
     try:
         if torch.is_grad_enabled():

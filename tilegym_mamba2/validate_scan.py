@@ -18,6 +18,7 @@ the caller asks for it: it makes the host wait for the device.
 """
 
 import math
+import sys
 from typing import Any, NoReturn
 
 import torch
@@ -324,6 +325,8 @@ def _check_pipeline(dt_softplus: Any, dt_limit: Any) -> None:
     for name, value in zip(("low", "high"), dt_limit, strict=True):
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise TypeError(f"dt_limit must be two numbers (low, high), got {_told(value)} for {name}")
+        if isinstance(value, int) and abs(value) > sys.float_info.max:
+            raise ValueError(f"dt_limit must be numbers that a float can hold, got a larger int for {name}")
     low, high = dt_limit
     if not low <= high:
         raise ValueError(f"dt_limit must be (low, high) with low ≤ high, got {tuple(dt_limit)!r}")
