@@ -73,14 +73,15 @@ def mamba2_state_update(
         tensors = (state, x, dt, a, b, c, d, z, dt_bias, state_indices)
         options = _options(tensors, dt_softplus, dt_limit, out, backend)
         last = _last.get(options)
-        if last is not None and last.fits([t for t in (*tensors, out) if t is not None]):
+        fits = last is not None and last.fits([t for t in (*tensors, out) if t is not None])
+        if fits:
             result = torch.empty_like(x) if out is None else out
             if (out is None or last.is_apart(state, out)) and last.known.repeat((*tensors, result)):
                 return result
         key = _key(tensors, options, out)
         seen = _known.get(key)
         if seen is not None:
-            if seen is last:
+            if seen is last and not fits:
                 # Of the same form, and not like it: inference mode, or another type.
                 seen = seen._replace(recognises=recogniser([t for t in (*tensors, out) if t is not None]))
             _remember(key, seen)
