@@ -126,7 +126,7 @@ def _key(
 ) -> tuple | None:
     """What decides whether a call is valid and who computes it; None where more than that must be asked."""
     # On the CPU the kernels run through the interpreter alone.
-    if not all_plain((x, a, b, c, d, dt, init_state)):
+    if x is None or not all_plain((x, a, b, c, d, dt, init_state)):
         return None
     if not (x.is_cuda or (x.is_cpu and interpreter_active())):
         return None
