@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, settings
 
 # Read when TileGym is imported; a parity test must never compare a backend with itself.
 os.environ["DISABLE_FALLBACK"] = "1"
-for _name in ("TILEGYM_MAMBA2_BACKEND", "TILEGYM_MAMBA2_INTERPRET"):
+# COLUMNS: the width of tables, which several processes of pytest inherit from the first one's readline.
+for _name in ("TILEGYM_MAMBA2_BACKEND", "TILEGYM_MAMBA2_INTERPRET", "COLUMNS"):
     os.environ.pop(_name, None)
 
 # Tensors are small here: threads that wait for each other took 2 cores four times as long.
