@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from tilegym_mamba2 import registry
 from tilegym_mamba2.autocast import FULL, KEEP, LOW, autocast
 from tilegym_mamba2.autograd import refuse_transform
-from tilegym_mamba2.forms import Kept, all_plain, form_of_step, recogniser
+from tilegym_mamba2.forms import Kept, all_plain, as_read, form_of_step, recogniser
 from tilegym_mamba2.options import NO_LIMIT
 from tilegym_mamba2.validate_scan import span, validate_state_update
 
@@ -71,9 +71,10 @@ def mamba2_state_update(
     key = None
     if not compiling:
         tensors = (state, x, dt, a, b, c, d, z, dt_bias, state_indices)
+        given = [t for t in (*tensors, out) if t is not None]
         options = _options(tensors, dt_softplus, dt_limit, out, backend)
         last = _last.get(options)
-        fits = last is not None and last.fits([t for t in (*tensors, out) if t is not None])
+        fits = last is not None and last.fits(given)
         if fits:
             result = torch.empty_like(x) if out is None else out
             if (out is None or last.is_apart(state, out)) and last.known.repeat((*tensors, result)):
@@ -83,12 +84,13 @@ def mamba2_state_update(
         if seen is not None:
             if seen is last and not fits:
                 # Of the same form, and not like it: inference mode, or another type.
-                seen = seen._replace(recognises=recogniser([t for t in (*tensors, out) if t is not None]))
+                seen = seen._replace(recognises=recogniser(given))
             _remember(key, seen)
             result = torch.empty_like(x) if out is None else out
             if out is None or seen.is_apart(state, out):
                 seen.known(tensors, result)
                 return result
+        x, dt, a, b, c, d, z, dt_bias, state_indices = as_read(tensors[1:])
     tensors = autocast((x, state, dt, a, b, c, d, z, dt_bias, state_indices, out), _AUTOCAST)
     x, state, dt, a, b, c, d, z, dt_bias, state_indices, out = tensors
     if not compiling:
@@ -98,12 +100,11 @@ def mamba2_state_update(
             f"{OP} works in place and is not differentiable, and an input requires grad: call it under "
             "torch.no_grad() or torch.inference_mode(), and train with mamba2_chunk_scan"
         )
-    given = [t for t in (state, x, dt, a, b, c, d, z, dt_bias, state_indices, out) if t is not None]
     if out is None:
         out = torch.empty_like(x)
     arguments = (state, x, dt, a, b, c, d, z, dt_bias, state_indices, dt_softplus)
-    # torch gives ops what a subclass holds and what a negated view shows, where a kernel would read memory.
-    if compiling or not all_plain(given) or any(t.is_neg() for t in given):
+    # torch gives ops what a subclass holds, where a kernel would read memory.
+    if compiling or not all_plain(tensors):
         low, high = dt_limit
         state_update(*arguments, float(low), float(high), out, backend)
     else:

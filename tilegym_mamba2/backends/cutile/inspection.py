@@ -454,11 +454,9 @@ def compile_cubin(kernel: Any, signature: KernelSignature, arch: str) -> bytes:
 
 def read_cubin(cubin: bytes) -> Code:
     """Registers, stack, shared memory and instructions of a cubin with one kernel."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        usage = _output(_tool("cuobjdump"), "-res-usage", file.name)
-        sass = _output(_tool("nvdisasm"), "-c", file.name)
+    with _in_a_file(cubin) as name:
+        usage = _output(_tool("cuobjdump"), "-res-usage", name)
+        sass = _output(_tool("nvdisasm"), "-c", name)
     found = _RESOURCES.search(usage)
     if found is None:
         raise RuntimeError(f"cuobjdump shows no resources: {usage.strip()!r}")
@@ -468,10 +466,16 @@ def read_cubin(cubin: bytes) -> Code:
 
 def dump_elf(cubin: bytes) -> str:
     """The sections of a cubin as cuobjdump prints them."""
+    with _in_a_file(cubin) as name:
+        return _output(_tool("cuobjdump"), "-elf", name)
+
+
+@contextlib.contextmanager
+def _in_a_file(cubin: bytes) -> Iterator[str]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        return _output(_tool("cuobjdump"), "-elf", file.name)
+        yield file.name
 
 
 @functools.cache
