@@ -27,11 +27,10 @@ class BackwardConfig:
 
     tile_tokens: int = 64
     # Into how many blocks a batch row is cut for a walk in one direction, H, P and N included, as far as
-    # these bounds on a segment's tiles allow: the upper one, where the row has more states than `whole_rows`.
+    # these bounds on a segment's tiles allow.
     segment_blocks: int = 64
     min_segment_tiles: int = 4
     max_segment_tiles: int = 32
-    whole_rows: int = 0
     # How many blocks walk at a time. With max_segment_tiles it bounds the states in memory of each lane, to
     # 134 MB at P 64, N 128 in bfloat16, twice that unless `paired`. Every launch costs some 5 us of blocks
     # that end and begin.
@@ -91,9 +90,7 @@ class BackwardConfig:
 
     def tiles_per_segment(self, tiles: int, blocks: int) -> int:
         """For a batch row of that many tiles of tokens, and of heads (times the tiles of P and of N)."""
-        wanted = math.ceil(tiles * blocks / self.segment_blocks)
-        if tiles * blocks > self.whole_rows:
-            wanted = min(self.max_segment_tiles, wanted)
+        wanted = min(self.max_segment_tiles, math.ceil(tiles * blocks / self.segment_blocks))
         wanted = max(self.min_segment_tiles, wanted)
         # Segments of equal size, as far as possible.
         return max(self.min_segment_tiles, math.ceil(tiles / math.ceil(tiles / wanted)))
@@ -192,12 +189,11 @@ def default_config(arch: str, precision: int, head_shape: tuple[int, int], state
     heads, head_size = head_shape
     config = BackwardConfig()
     if heads >= 16:
-        # Models of this size run at B 1 too: fill the GPU from one row. One lane of twice the size: 80 heads
-        # 604 us, two lanes 660, one of the plain size 772. From 80 heads on a row in one segment has enough
-        # blocks, and no borders to pass: 8192 tokens, 80 heads 614 us in seven segments, 591 in two or four,
-        # 568 in one; 128 heads 914, 840 in two, 790 in one.
-        config = dataclasses.replace(config, segment_blocks=80, whole_rows=16384, part_blocks=264)
-        config = dataclasses.replace(config, piece_blocks=512, lanes=1)
+        # Models of this size run at B 1 too: fill the GPU from one row. From 80 heads on a row in one segment
+        # has enough blocks, and no borders to pass: 8192 tokens, 80 heads 614 us in seven segments, 591 in
+        # two or four, 568 in one; 128 heads 914, 840 in two, 790 in one.
+        config = dataclasses.replace(config, segment_blocks=80, max_segment_tiles=128, part_blocks=264)
+        config = dataclasses.replace(config, piece_blocks=128, lanes=1)
     if arch not in ("sm_90", "sm_100", "sm_103"):
         # Where products take their sums from ordinary registers, all gradients at once spill.
         config = dataclasses.replace(config, fused_tile_n_max=0)
@@ -207,6 +203,10 @@ def default_config(arch: str, precision: int, head_shape: tuple[int, int], state
             config = dataclasses.replace(config, token_tile_n_max=64)
         if head_size > 64:
             return dataclasses.replace(config, token_occupancy=1, token_warps=8, group_tile_n_max=64)
+        if heads >= 16 and config.fused_tile_n_max:
+            # The same for 65536 tokens, in 2.1 GB of states: 80 heads 5441 to 4042 us, 128 heads 7500 to 5935.
+            most = 1024 if state_size <= 128 else 512
+            config = dataclasses.replace(config, max_segment_tiles=most, at_once=1.0)
         if arch == "sm_90" and state_size > 128 and heads < 16:
             # Longer segments, as the tiles of N are blocks too, and all at once: N 512 1462 us in eight
             # segments and four pieces on two lanes, 1281 in two segments (1221 in one, which leaves half of
