@@ -124,6 +124,16 @@ def test_each_launch_has_its_own_addresses(driver: Driver) -> None:
     ]
 
 
+def test_addresses_off_16_bytes_are_told_apart(driver: Driver) -> None:
+    ready, count = make(example()), len(FIRST_OF_ARRAYS)
+    aligned = [16 * (i + 1) for i in range(count)]
+    assert ready.launch_aligned(7, aligned)
+    for at in range(count):
+        for off in (1, 2, 4, 8, 15):
+            assert not ready.launch_aligned(7, [*aligned[:at], aligned[at] + off, *aligned[at + 1 :]])
+    assert ready.launch_aligned(7, aligned) and len(driver.read) == 2
+
+
 def test_two_threads_do_not_share_memory(driver: Driver) -> None:
     ready, inside, go_on = make(example()), threading.Event(), threading.Event()
     count = len(FIRST_OF_ARRAYS)

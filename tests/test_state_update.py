@@ -429,11 +429,13 @@ class Repeated:
         self.takes = True
 
     def of_number(self, number: int) -> SimpleNamespace:
-        def launch(stream: int, addresses: list[int]) -> bool:
+        def launch_aligned(stream: int, addresses: list[int]) -> bool:
+            if any(address % 16 for address in addresses):
+                return False
             self.numbers.append(number)
             return self.launch(stream, addresses)
 
-        return SimpleNamespace(launch=launch)
+        return SimpleNamespace(launch_aligned=launch_aligned)
 
     def launch(self, stream: int, addresses: list[int]) -> bool:
         self.launches += [addresses] if self.takes else []

@@ -72,13 +72,16 @@ def mamba2_state_update(
     if not compiling:
         tensors = (state, x, dt, a, b, c, d, z, dt_bias, state_indices)
         given = [t for t in (*tensors, out) if t is not None]
-        options = _options(tensors, dt_softplus, dt_limit, out, backend)
+        options = _options(d, z, dt_bias, dt_softplus, dt_limit, state_indices, out, backend)
         last = _last.get(options)
         fits = last is not None and last.fits(given)
         if fits:
-            result = torch.empty_like(x) if out is None else out
-            if (out is None or last.is_apart(state, out)) and last.known.repeat((*tensors, result)):
-                return result
+            if out is None:
+                result = torch.empty_like(x)
+                if last.known.repeat([*given, result]):
+                    return result
+            elif last.is_apart(state, out) and last.known.repeat(given):
+                return out
         key = _key(tensors, options, out)
         seen = _known.get(key)
         if seen is not None:
@@ -148,15 +151,19 @@ def _remember(key: tuple, seen: _Seen) -> None:
 
 
 def _options(
-    tensors: tuple[Tensor | None, ...],
+    d: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
     dt_softplus: bool,
     dt_limit: tuple[float, float],
+    state_indices: Tensor | None,
     out: Tensor | None,
     backend: str | None,
 ) -> tuple | None:
     """What decides beside the tensors' forms whether a call is valid and who computes it, and which tensors
     there are; None where more than that must be asked."""
-    if torch.is_autocast_enabled("cuda") or type(dt_softplus) is not bool:
+    # Of CUDA, which is what it asks about by default, and twice as fast.
+    if torch.is_autocast_enabled() or type(dt_softplus) is not bool:
         return None
     if forward_ad._current_level >= 0 or peek_interpreter_stack() is not None:
         return None
@@ -164,7 +171,6 @@ def _options(
         # True equals 1, and is no number to validation.
         if type(dt_limit) is not tuple or any(type(value) not in (int, float) for value in dt_limit):
             return None
-    *_, d, z, dt_bias, state_indices = tensors
     return (
         d is None,
         z is None,
@@ -174,7 +180,7 @@ def _options(
         torch.is_grad_enabled(),
         dt_softplus,
         dt_limit,
-        registry.choice(backend)[0],
+        backend if type(backend) is str else registry.choice(backend)[0],
         registry.generation(),
     )
 

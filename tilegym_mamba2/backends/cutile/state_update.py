@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import operator
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -200,20 +199,18 @@ class _Plan:
         )
         run_plan((self.step.launch(arrays, {"out": out}),), x.device, OP, self.seen)
 
-    def repeat(self, arrays: Sequence[torch.Tensor | None]) -> bool:
-        """The same for tensors of the same form, addresses apart, if that is quickly done; else False, and
-        nothing is done. arrays: the ten, and out."""
+    def repeat(self, arrays: Sequence[torch.Tensor]) -> bool:
+        """The same for tensors like those of the first call, addresses apart, if that is quickly done; else
+        False, and nothing is done. arrays: those that are there of the ten, and out."""
         packed = self.seen.packed
         if packed is None or self.wide or self.config is not _override:
             return False
         device = arrays[0].get_device()
         if device != torch.cuda.current_device():
             return False
-        addresses = [array.data_ptr() for array in arrays if array is not None]
         # Off 16 bytes they are of another form.
-        if functools.reduce(operator.or_, addresses) & 15:
-            return False
-        return packed[0].launch(torch._C._cuda_getCurrentRawStream(device), addresses)
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        return packed[0].launch_aligned(stream, [array.data_ptr() for array in arrays])
 
 
 _plans: dict[tuple[Any, ...], _Plan] = Kept()
