@@ -204,7 +204,7 @@ def default_config(arch: str, precision: int, head_shape: tuple[int, int], state
         if head_size > 64:
             return dataclasses.replace(config, token_occupancy=1, token_warps=8, group_tile_n_max=64)
         if heads >= 16 and config.fused_tile_n_max:
-            # The same for 65536 tokens, in 2.1 GB of states: 80 heads 5441 to 4042 us, 128 heads 7500 to 5935.
+            # Also for 65536 tokens, in 2.1 GB of states: 80 heads 5441 to 4042 us, 128 heads 7500 to 5935.
             most = 1024 if state_size <= 128 else 512
             config = dataclasses.replace(config, max_segment_tiles=most, at_once=1.0)
         if arch == "sm_90" and state_size > 128 and heads < 16:
