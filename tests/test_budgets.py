@@ -1,6 +1,8 @@
 """The error rule: which distance, which budget, and what never passes."""
 
+import json
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -156,6 +158,25 @@ def test_check_refuses_half_a_pair() -> None:
         check(ENTRY, {"out": ref}, {"out": ref, "final_state": ref}, dtype=BF16, decay="slow")
     both = {"out": ref, "final_state": None}
     assert len(check(ENTRY, both, both, dtype=BF16, decay="slow")) == 1
+
+
+def test_budgets_of_gradients_are_at_most_1_2_times_the_error_of_mamba_ssm() -> None:
+    path = Path(__file__).parent / "benchmark" / "results" / "h200-gradient-errors.json"
+    rows = json.loads(path.read_text())["rows"]
+    budgets, seen = registry.ops()["mamba2_chunk_backward"].budgets, set()
+    for row in rows:
+        dtype, decay, _ = row["case"].split("-")
+        if row["backend"] != "mamba_ssm" or dtype != "bf16":
+            continue
+        error = math.sqrt(sum(error**2 for error in row["errors"]) / len(row["errors"]))
+        variant = "bfloat16" if decay == "published" else f"bfloat16_{decay}"
+        assert budgets[variant][row["gradient"]] <= 1.2 * error, (decay, row["gradient"])
+        seen.add((decay, row["gradient"]))
+    assert len(seen) == len(DECAYS) * 7
+    # No other variant may stand in for these.
+    assert {key for key in budgets if key.startswith("bfloat16_")} == {
+        f"bfloat16_{decay}" for decay in DECAYS if decay != "published"
+    }
 
 
 def test_the_shipped_registry_has_a_budget_for_every_output() -> None:

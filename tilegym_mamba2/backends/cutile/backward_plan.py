@@ -420,7 +420,7 @@ class Builder:
                 TILE_P,
                 tile_n,
                 self.precision,
-                (self.problem.skip, self.ragged, self.paired),
+                (self.problem.skip, self.ragged, self.paired, config.remainders if self.paired else 0),
                 config.fused_latency,
             ),
         )

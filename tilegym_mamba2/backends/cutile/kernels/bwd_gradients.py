@@ -75,17 +75,18 @@ def compute_gradients(
 ):
     """Some heads of one group at one tile of tokens.
 
-    Grid: (B · tiles · G · parts,). FLAGS: (SKIP, RAGGED, PAIRED). sizes: see `decode_heads`; SKIP, RAGGED,
-    tiles and table: as in `compute_dx`.
+    Grid: (B · tiles · G · parts,). FLAGS: (SKIP, RAGGED, PAIRED, REMAINDERS). sizes: see `decode_heads`;
+    SKIP, RAGGED, tiles and table: as in `compute_dx`.
     x, dout (B, T, H, P ≤ TILE_P), b, c (B, T, G, N ≤ TILE_N), rows (4, B, H, ≥ tiles, L), d_skip (H,) or
     (H, P), entry_states and dexit_states (B, H, ≥ tiles asked for, P, N); writes dx (B, T, H, P), drows
     (B, H, ≥ tiles, NUM_SHARES · L) and overlap (B, H, ≥ tiles, TILE_P), which add up to what `compute_dx`
     writes, and db, dc (B, T, G · parts, N).
 
     PAIRED: states are saved for pairs of tiles, the first tile asked for (RAGGED: of a slot) begins one, and
-    a row of overlap has OVERLAP_PARTS times as many numbers; see `bwd_pairs`.
+    a row of overlap has OVERLAP_PARTS times as many numbers; see `bwd_pairs`, also
+    of REMAINDERS.
     """
-    SKIP, RAGGED, PAIRED = FLAGS
+    SKIP, RAGGED, PAIRED, REMAINDERS = FLAGS
     heads_per_group, heads_per_block = sizes[1], sizes[2]
     batch, group, part, tile, saved, first, count = decode_heads(b.shape[2], sizes)
     column = group * ct.cdiv(heads_per_group, heads_per_block) + part
@@ -109,7 +110,7 @@ def compute_gradients(
         place = (batch, saved, tile, at, tile + away, at + away, exists)
         arrays = (x, b, c, rows, d_skip, dout, entry_states, dexit_states, dx, drows, overlap, db, dc)
         heads = (group, column, first, count)
-        options = (L, TILE_P, TILE_N, PRECISION, SKIP, LATENCY)
+        options = (L, TILE_P, TILE_N, PRECISION, SKIP, REMAINDERS, LATENCY)
         if number % 2 == 0:
             paired_gradients(arrays, place, heads, options, True)
         else:

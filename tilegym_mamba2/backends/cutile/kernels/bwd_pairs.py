@@ -37,7 +37,7 @@ from .bwd_tiles import (
     store_shares,
 )
 from .decay import exp2
-from .products import product, product_of_loaded
+from .products import product, product_of_loaded, rounded_off
 from .scan_out import SKIP_PER_HEAD
 from .scan_table import TILE, entry
 from .tiles import (
@@ -77,7 +77,8 @@ def paired_gradients(arrays, place, heads, options, FIRST):
     """What a block of `compute_gradients` does for a tile, the FIRST or the second of its pair.
 
     place: (batch, saved state, tile, its number in the token arrays, partner, its number there, whether it
-    exists: 1.0 or 0.0); heads: (group, column of db and dc, first head, heads). L = TILE_P.
+    exists: 1.0 or 0.0); heads: (group, column of db and dc, first head, heads). L = TILE_P. REMAINDERS: of so
+    many heads one has its weighted x enter db in two bf16 parts in the second tile; 0: none has.
 
     In this order, with rows read where they are used, 8 bytes spill, which only a wait that times out reads
     (d per channel: 40 bytes), and a head takes 1477 and 1270 instructions and 4 barriers (1186 and 2 for a
@@ -87,7 +88,7 @@ def paired_gradients(arrays, place, heads, options, FIRST):
     x, b, c, rows, d_skip, dout, entry_states, dexit_states, dx, drows, overlap, db, dc = arrays
     batch, saved, tile, at, partner, far_at, exists = place
     group, column, first, count = heads
-    L, TILE_P, TILE_N, PRECISION, SKIP, LATENCY = options
+    L, TILE_P, TILE_N, PRECISION, SKIP, REMAINDERS, LATENCY = options
     tokens = ct.arange(L, dtype=ct.int32)
     zeros = ct.zeros((L, L), ct.float32)
     diagonal = tokens[None, :] == tokens[:, None]
@@ -179,6 +180,15 @@ def paired_gradients(arrays, place, heads, options, FIRST):
             on_diagonal = ct.where(diagonal, dweights_t, 0.0)
             store_shares(drows, SHARES_SKIP, index, shares(halves(on_diagonal)))
 
+    if REMAINDERS > 0 and not FIRST:
+        # A loop of its own: in the one above it would spill 100 to 230 bytes.
+        for k in range(ct.cdiv(count, REMAINDERS)):
+            head = first + k * REMAINDERS
+            rows_tile = load_rows(rows, (batch, head, tile), L, LATENCY)
+            x_tile = load_tokens(x, (batch, at, head, 0), (L, TILE_P), LATENCY)
+            dexit = load_saved_state(dexit_states, (batch, head, saved, 0, 0), (TILE_P, TILE_N), LATENCY)
+            x_weighted = x_tile.astype(ct.float32) * row(rows_tile, ROW_STATE_WEIGHT)[:, None]
+            db_tile = product(rounded_off(x_weighted), dexit, db_tile, PRECISION)
     db_tile = product(dscores_t, c_tile, db_tile, PRECISION)
     dc_tile = product(dscores_t.transpose(), b_tile, dc_tile, PRECISION)
     if FIRST:
