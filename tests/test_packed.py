@@ -225,6 +225,15 @@ def test_chained_launches_go_through_cuda_tile(gpu: Gpu) -> None:
     assert len(gpu.enqueued) == 2 and not gpu.driver.read
 
 
+def test_lanes_go_through_cuda_tile(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = []
+    monkeypatch.setattr(launch, "_run_lanes", lambda lanes, device: ran.append(lanes))
+    seen, lanes = Seen(repeats=True), launch.Lanes(([example()], [example()]))
+    for _ in range(2):
+        launch.run_plan([example(), lanes], GPU, "op", seen)
+    assert ran == [lanes, lanes] and len(gpu.enqueued) == 2 and not gpu.driver.read
+
+
 def test_what_the_driver_refuses_goes_through_cuda_tile(gpu: Gpu) -> None:
     seen = Seen(repeats=True)
     gpu.driver.status = 201

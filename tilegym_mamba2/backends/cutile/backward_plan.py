@@ -131,7 +131,7 @@ class Plan:
     sum_heads: Step | None = None
     sum_parts: Step | None = None
     ragged: Ragged | None = None
-    seen: Seen = dataclasses.field(default_factory=Seen)
+    seen: Seen = dataclasses.field(default_factory=lambda: Seen(repeats=True))
 
     def run(self, launches: list[Launch | Lanes], device: torch.device, op: str) -> None:
         run_plan(launches, device, op, self.seen)

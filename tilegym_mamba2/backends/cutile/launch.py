@@ -278,7 +278,8 @@ def _run_first(launches: Sequence[Launch | Lanes], device: torch.device, op_name
             "and nothing may compile inside CUDA graph capture. Call the op once with such tensors before "
             f"the capture, or tilegym_mamba2.warmup(spec{', backward=True' if 'backward' in op_name else ''})"
         )
-    if seen.repeats and not any(item.chained for item in items):
+    plain = not any(item.chained for item in items) and Lanes not in map(type, launches)
+    if seen.repeats and plain:
         seen.packed = pack(items, forms, device, not capturing)
     if seen.packed is not None:
         _run_packed(items, seen.packed, device)
