@@ -96,3 +96,15 @@ def test_a_kernel_compiles_a_few_times_over_all_lengths(layout: str) -> None:
     # Short sequences cut a group's heads in parts, whose sums are float32.
     allowed["compute_gradients"] = 2 * allowed["compute_gradients"]
     assert {name: len(found) for name, found in seen.items() if len(found) > allowed[name]} == {}
+
+
+@pytest.mark.parametrize("tokens", [8192, 65536])
+def test_the_gate_of_a_layer_has_blocks_for_the_gpu(tokens: int) -> None:
+    # States alone may be walked in one segment a row: a block for each of 80 heads and direction.
+    spec = replace(FULL, batch_size=1, num_heads=80, num_tokens=tokens)
+    grids = {name_of(launch): launch.grid for launch in scan_backward_launches(spec, "sm_90")}
+    assert grids["scan_out"][0] >= 240
+    bare = {
+        name_of(launch): launch.grid for launch in scan_backward_launches(replace(spec, gated=False), "sm_90")
+    }
+    assert bare["tile_states"][0] == 80 and "segment_borders" not in bare

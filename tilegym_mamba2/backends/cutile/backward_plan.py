@@ -149,6 +149,11 @@ def make_plan(problem: Problem, tensors: dict[str, torch.Tensor | None], plan: P
     n_tiles = math.ceil(state_size / min(tile_of(state_size), config.state_tile_n))
     blocks = heads * p_tiles * n_tiles
     tiles_per_segment = config.tiles_per_segment(tiles_of_row, blocks)
+    forward = dataclasses.replace(tuning.default_config(tuning.problem_key(x, b)), tile_tokens=tile)
+    if problem.given_entries:
+        # The gate's gradients are computed first, by the forward's kernel, which has no other blocks.
+        wanted, _ = forward.segments(tokens, heads * p_tiles)
+        tiles_per_segment = min(tiles_per_segment, max(wanted, config.min_segment_tiles))
     if problem.sequences is not None:
         tiles_per_segment = config.tiles_per_packed_segment(
             tiles_per_segment, tiles_of_row, problem.sequences
@@ -171,7 +176,6 @@ def make_plan(problem: Problem, tensors: dict[str, torch.Tensor | None], plan: P
         )
         rows, tiles, segments = 1, plan.ragged.tiles, plan.ragged.slots
         borders = plan.ragged.carried
-    forward = dataclasses.replace(tuning.default_config(tuning.problem_key(x, b)), tile_tokens=tile)
     parts = config.parts(
         tiles_of_row * groups * math.ceil(state_size / config.group_tile_n(state_size)), heads // groups
     )
