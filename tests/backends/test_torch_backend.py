@@ -487,6 +487,42 @@ def test_a_rate_of_minus_infinity_forgets_everything(dtype, chunk_size):
     assert_close(recurrent.mamba2_chunk_forward(**p), reference[:2], tolerance)
 
 
+@pytest.mark.parametrize("heads", [1, 3, 5, 9])
+@pytest.mark.parametrize("T", [12, 71, 73, 130])
+@pytest.mark.parametrize("idle_from", [7, None])
+def test_after_a_rate_of_minus_infinity_the_last_token_is_whole(heads, T, idle_from):
+    """Sums of large numbers round differently from row to row: as much as one token of them forgets."""
+    p = problem(T, B=1, H=heads, G=1)
+    p["dt"] = torch.ones_like(p["dt"])
+    if idle_from:
+        p["dt"][:, idle_from:] = 0
+    p["a"][0], last = -math.inf, (idle_from or T) - 1
+    p["init_state"] = p["init_state"] * 1e3
+    _, final_state = chunked.mamba2_chunk_forward(**p)
+    expected = p["x"][0, last, 0][:, None] * p["b"][0, last, 0][None, :]
+    assert (final_state[0, 0] - expected).abs().max() <= 1e-12 * expected.abs().max()
+    dout, dfinal = cotangents(p)
+    dx = chunked.mamba2_chunk_backward(**p, dout=torch.zeros_like(dout), dfinal_state=dfinal)[0]
+    expected = dfinal[0, 0] @ p["b"][0, last, 0]
+    assert (dx[0, last, 0] - expected).abs().max() <= 1e-12 * expected.abs().max()
+
+
+@pytest.mark.parametrize("op", [chunked.mamba2_chunk_forward, recurrent.mamba2_chunk_forward])
+def test_a_batch_of_no_rows_has_gradients(op):
+    p = leaves(problem(9, B=0))
+    out, final_state = op(**p)
+    inputs = {name: tensor for name, tensor in p.items() if tensor.requires_grad}
+    found = torch.autograd.grad(out.sum() + final_state.sum(), list(inputs.values()), allow_unused=True)
+    for (name, tensor), gradient in zip(inputs.items(), found, strict=True):
+        assert gradient is None or (gradient.shape == tensor.shape and not gradient.any()), name
+    explicit = chunked.mamba2_chunk_backward(
+        **{name: tensor.detach() for name, tensor in p.items()},
+        dout=torch.zeros_like(out),
+        dfinal_state=torch.zeros_like(final_state),
+    )
+    assert [t.shape for t in explicit] == [p[n].shape for n in ("x", "a", "b", "c", "d", "dt", "init_state")]
+
+
 def noisy_triangle(L, device):
     """Ones below the diagonal, up to 1e-12: sums as a parallel scan may round them, not monotone at ties."""
     generator = torch.Generator().manual_seed(L)

@@ -7,6 +7,9 @@ import torch
 
 Optional = torch.Tensor | None
 
+# The log of what a token of a = -inf leaves of the state: past that of any other.
+FORGOTTEN = -1e30
+
 
 class Segment(NamedTuple):
     """S chunks of a sequence; the last one is filled up with tokens of dt = 0, which change no state."""
@@ -160,18 +163,21 @@ def cut(piece: tuple[torch.Tensor, ...], a: torch.Tensor, L: int, work: torch.dt
     """Cut one piece (x, b, c, dt, ...) into chunks and sum its decay."""
     x, b, c, dt = (chunks(tokens, L, work) for tokens in piece[:4])
     # A product with a triangle of ones: torch.cumsum on CUDA is refused in deterministic mode.
-    g = triangle(L, dt.device) @ log_decay(a.double(), dt.double())
+    ones, a, dt64 = triangle(L, dt.device), a.double(), dt.double()
+    # Sums of large numbers round differently from row to row: what forgets is counted, and weighs in after.
+    forgets = ((a == -torch.inf) & (dt64 > 0)).double()
+    g = ones @ (finite(a) * dt64) + FORGOTTEN * (ones @ forgets)
     # Rounded prefix sums of negative numbers need not decrease. Detached, so that a tie keeps its gradient.
     g = g + (g.detach().cummin(dim=2).values - g.detach())
     return Segment(x, b, c, dt, g)
 
 
 def log_decay(a: torch.Tensor, dt: torch.Tensor) -> torch.Tensor:
-    """a·dt, a (H,), dt (..., H); -1e30, past any other decay, where a is -inf and dt > 0, and 0 where dt is.
+    """a·dt, a (H,), dt (..., H); FORGOTTEN where a is -inf and dt > 0, and 0 where dt is.
 
     -inf itself would make NaN of differences, and of dt = 0.
     """
-    return (finite(a) * dt).masked_fill((a == -torch.inf) & (dt > 0), -1e30)
+    return (finite(a) * dt).masked_fill((a == -torch.inf) & (dt > 0), FORGOTTEN)
 
 
 def finite(a: torch.Tensor) -> torch.Tensor:
@@ -303,4 +309,4 @@ def _write(per_head: torch.Tensor, states: torch.Tensor, R: int) -> torch.Tensor
     """Σ over a group's heads and p of (B, S, L, H, P) times (B, S, H, P, N): (B, S, L, G, N)."""
     B, S, L, H, P = per_head.shape
     left = per_head.reshape(B, S, L, H // R, R * P).transpose(2, 3)
-    return (left @ states.reshape(B, S, H // R, R * P, -1)).transpose(2, 3)
+    return (left @ states.reshape(B, S, H // R, R * P, states.shape[-1])).transpose(2, 3)
