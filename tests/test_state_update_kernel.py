@@ -661,3 +661,19 @@ def test_no_call_waits_for_the_gpu(on_gpu: dict[str, Any]) -> None:
         run(on_gpu, Options(False, (0.1, 0.2)))
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("stride", [2**31 + 64, 2**31 - 8])
+@pytest.mark.parametrize("which", ["x", "out"])
+def test_what_reaches_past_32_bits_has_64_bit_indices(which: str, stride: int) -> None:
+    sizes = Sizes(batch=2, heads=2, head_size=16, groups=1, state_size=16)
+    tensors = {name: t.to("meta") for name, t in draw(sizes).items() if isinstance(t, torch.Tensor)}
+    tensors |= {name: t[:, 0] for name, t in tensors.items() if name in PER_TOKEN}
+    tensors["out"] = torch.empty_like(tensors["x"])
+    for wide in (False, True):
+        if wide:
+            x = tensors["x"]
+            tensors[which] = torch.empty_strided(x.shape, (stride, 16, 1), dtype=x.dtype, device="meta")
+        given = tuple(tensors.get(name) for name in INPUTS)
+        plan = backend.by_form((which, stride, wide), given, False, NO_LIMIT, tensors["out"])
+        assert plan.wide is wide

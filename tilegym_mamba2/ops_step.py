@@ -226,7 +226,7 @@ def _launch(
     refuse_transform(OP, name)
     by_form = getattr(update, "by_form", None)
     if by_form is not None:
-        known = by_form(form_of_step(*tensors, out), tensors, dt_softplus, dt_limit)
+        known = by_form(form_of_step(*tensors, out), tensors, dt_softplus, dt_limit, out)
         known(tensors, out)
         return known
     if x.dim() == 3:

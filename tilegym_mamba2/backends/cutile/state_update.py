@@ -136,7 +136,7 @@ def mamba2_state_update(
     Raises RuntimeError inside CUDA graph capture if the kernel is not compiled yet.
     """
     tensors = (state, x, dt, a, b, c, d, z, dt_bias, state_indices)
-    by_form(form_of_step(*tensors, out), tensors, dt_softplus, dt_limit)(tensors, out)
+    by_form(form_of_step(*tensors, out), tensors, dt_softplus, dt_limit, out)(tensors, out)
 
 
 def by_form(
@@ -144,6 +144,7 @@ def by_form(
     tensors: tuple[torch.Tensor | None, ...],
     dt_softplus: bool,
     dt_limit: tuple[float, float],
+    out: torch.Tensor,
 ) -> "_Plan":
     """What computes every call of a form, see `forms.form_of_step`, with dt_softplus and dt_limit.
 
@@ -154,7 +155,7 @@ def by_form(
     key = (form, dt_softplus, limit, _override)
     plan = _plans.get(key)
     if plan is None:
-        plan = _make_plan(tensors, dt_softplus, limit)
+        plan = _make_plan(tensors, dt_softplus, limit, out)
         _plans[key] = plan
     return plan
 
@@ -217,7 +218,10 @@ _plans: dict[tuple[Any, ...], _Plan] = Kept()
 
 
 def _make_plan(
-    tensors: tuple[torch.Tensor | None, ...], dt_softplus: bool, dt_limit: tuple[float, float]
+    tensors: tuple[torch.Tensor | None, ...],
+    dt_softplus: bool,
+    dt_limit: tuple[float, float],
+    out: torch.Tensor,
 ) -> _Plan:
     state, x, _, _, b, _, d, z, dt_bias, state_indices = tensors
     if x.numel() == 0:
@@ -235,7 +239,7 @@ def _make_plan(
     if d is not None:
         kind = _kernels.SKIP_PER_HEAD if d.ndim == 1 else _kernels.SKIP_PER_ROW
     others = (z is not None, dt_bias is not None, state_indices is not None, dt_softplus)
-    wide = needs_wide(tensors)
+    wide = needs_wide((*tensors, out))
     step = Step(
         hinted(_kernels.state_update, wide, config.hints(state, tile_n, fits, tokens)),
         (batch * heads * p_tiles,),
