@@ -5,6 +5,7 @@ specs is in `tests/ops/test_mamba2.py`.
 """
 
 import contextlib
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
@@ -16,8 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilegym_mamba2 import interpreter, mamba2_chunk_backward, registry
 from tilegym_mamba2.backends.cutile import aligned, backward
-from tilegym_mamba2.backends.cutile.backward_config import BackwardConfig
+from tilegym_mamba2.backends.cutile.backward_config import BackwardConfig, default_config
 from tilegym_mamba2.backends.cutile.forward import pad_count
+from tilegym_mamba2.backends.cutile.kernels.products import BF16
 from tilegym_mamba2.budgets import check, relative_error
 from tilegym_mamba2.spec import SPECS, Mamba2ProblemSpec
 
@@ -100,6 +102,26 @@ def test_parts_and_segments_depend_on_no_batch_row(device: str = "cpu") -> None:
     alone = gradients(row)
     for output in ("dx", "db", "dc", "ddt", "dinit_state"):
         assert torch.equal(whole[output][1:2], alone[output])
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100", "sm_80"])
+@pytest.mark.parametrize("heads", [1, 8, 15, 16, 80, 128, 256, 1024])
+@pytest.mark.parametrize("state_size", [64, 128, 256, 512])
+def test_pieces_fill_the_memory_that_there_is_and_no_more(arch: str, heads: int, state_size: int) -> None:
+    config = default_config(arch, BF16, (heads, 64), state_size)
+    blocks = heads * math.ceil(state_size / 128)
+    for tiles in (1, 4, 32, 33, 128, 1024, 4096):
+        per_segment = config.tiles_per_segment(tiles, blocks)
+        segments = math.ceil(tiles / per_segment)
+        for batch in (1, 2, 17, 51, 52, 256):
+            rows, some = config.piece(batch, segments, blocks, per_segment)
+            states = rows * some * blocks * per_segment
+            fits = config.most_states * max(1.0, config.at_once)
+            assert states <= fits or (rows, some, per_segment) == (1, 1, config.min_segment_tiles)
+            pieces = math.ceil(batch / rows) * math.ceil(segments / some)
+            # Halves of what does not fit, in the worst case, or what fits in two pieces.
+            least = 0.25 * min(config.most_states, blocks * per_segment * batch * segments)
+            assert pieces == 1 or states >= least or (rows, some) == (1, 1)
 
 
 @every_place

@@ -31,9 +31,9 @@ class BackwardConfig:
     segment_blocks: int = 64
     min_segment_tiles: int = 4
     max_segment_tiles: int = 32
-    # How many blocks walk at a time. With max_segment_tiles it bounds the states in memory of each lane, to
-    # 134 MB at P 64, N 128 in bfloat16, twice that unless `paired`. Every launch costs some 5 us of blocks
-    # that end and begin.
+    # How many blocks walk at a time if their segments are as long as they may be. With max_segment_tiles it
+    # bounds the states in memory of each lane, to 134 MB at P 64, N 128 in bfloat16, twice that unless
+    # `paired`. Every launch costs some 5 us of blocks that end and begin.
     piece_blocks: int = 256
     # Where it takes at most so many times that memory, all walk at once, else in two pieces or more.
     at_once: float = 1.5
@@ -91,10 +91,16 @@ class BackwardConfig:
 
     _override: ClassVar[Optional["BackwardConfig"]] = None
 
+    @property
+    def most_states(self) -> int:
+        """How many tiles' states are in memory at a time, in each lane."""
+        return self.piece_blocks * self.max_segment_tiles
+
     def tiles_per_segment(self, tiles: int, blocks: int) -> int:
         """For a batch row of that many tiles of tokens, and of heads (times the tiles of P and of N)."""
         wanted = min(self.max_segment_tiles, math.ceil(tiles * blocks / self.segment_blocks))
-        wanted = max(self.min_segment_tiles, wanted)
+        # A piece is at least a segment of all blocks.
+        wanted = max(self.min_segment_tiles, min(wanted, self.most_states // blocks))
         # Segments of equal size, as far as possible.
         return max(self.min_segment_tiles, math.ceil(tiles / math.ceil(tiles / wanted)))
 
@@ -108,13 +114,13 @@ class BackwardConfig:
         blocks: those that walk one segment of one batch row, of so many tiles. Moves time and memory only.
         """
         wanted = batch * segments * blocks
-        if wanted * tiles <= self.piece_blocks * self.max_segment_tiles * self.at_once:
+        if wanted * tiles <= self.most_states * self.at_once:
             return batch, segments
-        most = self.piece_blocks * self.max_segment_tiles // max(tiles, self.max_segment_tiles)
-        most = self._most(wanted, most)
+        most = self._most(wanted, self.most_states // tiles)
         rows = max(1, min(batch, most // blocks))
         wanted = max(1, most // (rows * blocks))
         # Pieces of equal size, as far as possible.
+        rows = math.ceil(batch / math.ceil(batch / rows))
         return rows, math.ceil(segments / math.ceil(segments / wanted))
 
     def slots_at_once(self, slots: int, tiles: int, tiles_per_segment: int, blocks: int) -> int:
@@ -123,7 +129,7 @@ class BackwardConfig:
         A segment may be full, so that memory for it is; all of them together have no more than `tiles`.
         blocks: those that walk one segment.
         """
-        most = self.piece_blocks * self.max_segment_tiles
+        most = self.most_states
         if tiles * blocks <= most * self.at_once:
             return slots
         most = self._most(tiles * blocks, most)
