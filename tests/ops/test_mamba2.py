@@ -4,6 +4,7 @@ The cutile backend runs on the GPU with `-m gpu`, and otherwise through the tile
 """
 
 import contextlib
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
@@ -193,8 +194,15 @@ def test_any_gradient(
     if silent:
         inputs[silent] = torch.zeros_like(inputs[silent])
     few = spec.batch_size * spec.num_tokens * spec.num_heads < FEW_ROWS
-    sizes = sizes_of_terms(inputs) if few else {}
-    if not few:
+    sizes = sizes_of_terms(inputs) if few or silent == "dout" else {}
+    # A few numbers, each of few roundings: no average of them.
+    room_of_da = 1.5
+    if not few and silent == "dout":
+        # Through final_state alone it sums products over P · N, of either sign, with one rounded state for
+        # all tokens: of 500 such problems the worst takes 6 budgets at this scale.
+        sizes = {"da": sizes["da"] / math.sqrt(spec.head_size * spec.state_size)}
+        room_of_da = 10.0
+    elif not few:
         results["da"] = against_its_terms(results["da"], inputs | references)
     broken = []
     for v in check(
@@ -204,6 +212,7 @@ def test_any_gradient(
         # What a and dt feel is the decay between neighbours, a difference of float32 sums g: where a lone
         # head forgets at once, those stand near 1e3 ("violent": 1e5), with steps of 1e-4 (1e-2).
         scale = {"published": 2.0, "violent": 30.0}.get(spec.decay, 1.0) if of_decay else 1.0
+        scale *= room_of_da if v.output == "da" else 1.0
         if v.output in sizes and exact:
             scale *= max(1.0, (sizes[v.output].norm() / exact).item())
         # Below float32's normal numbers the kernels have zero.
@@ -253,7 +262,9 @@ def test_large_forward_parity(backend: str, name: str) -> None:
 def test_large_backward_parity(name: str) -> None:
     spec = SPECS[name]
     inputs = spec.get_sample_inputs(device="cuda")
-    assert_within_budget(BACKWARD, spec, Runner("cutile", "cuda").backward(inputs), inputs)
+    results = Runner("cutile", "cuda").backward(inputs)
+    results["da"] = against_its_terms(results["da"], inputs)
+    assert_within_budget(BACKWARD, spec, results, inputs)
 
 
 @pytest.mark.gpu
