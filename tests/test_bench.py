@@ -905,10 +905,15 @@ def test_plots_of_scans_and_steps_have_names_of_their_own(tmp_path):
 def test_a_layer_of_another_op_is_no_part_of_a_sweep_over_tokens():
     found = report.groups(other_rows())
     assert plots._sweep(found) is None
-    gated = sample_rows({"cutile": 1.0}, "gated")
-    for row in gated:
-        row["fields"] |= {"num_tokens": 8192}
-    assert plots._sweep([*found, gated])[1] == [found[1], gated]
+    shorter = []
+    for tokens in (8192, 4096):
+        rows = sample_rows({"cutile": 1.0}, "gated", run=str(tokens))
+        for row in rows:
+            row["fields"] |= {"num_tokens": tokens}
+        shorter.append(rows)
+    # Two lengths of a layer are no curve.
+    assert plots._sweep([*found, shorter[0]]) is None
+    assert plots._sweep([*found, *shorter])[1] == [found[1], *shorter]
 
 
 def test_bench_command_takes_scans_and_steps(app, tmp_path):

@@ -98,7 +98,10 @@ def _family(group: Sequence[Row]) -> tuple:
 
 
 def _sweep(found: Sequence[Sequence[Row]]) -> tuple[tuple, list[Sequence[Row]]] | None:
-    """The family of specs (same B, H, P, G, dtype, decay) with most sequence lengths, two at least."""
+    """The family of specs (same B, H, P, G, dtype, decay) with most sequence lengths, three at least.
+
+    Models measured at two lengths are layers, and no curve.
+    """
     families: dict[tuple, list[Sequence[Row]]] = {}
     for group in found:
         families.setdefault(_family(group), []).append(group)
@@ -107,7 +110,7 @@ def _sweep(found: Sequence[Sequence[Row]]) -> tuple[tuple, list[Sequence[Row]]] 
         return len({group[0]["fields"]["num_tokens"] for group in groups_})
 
     family = max(families, key=lambda f: (lengths(families[f]), len(families[f])))
-    return (family, families[family]) if lengths(families[family]) > 1 else None
+    return (family, families[family]) if lengths(families[family]) > 2 else None
 
 
 def _tokens(value: int) -> str:
