@@ -581,6 +581,23 @@ def test_a_wrapped_tensor_is_read_where_it_is(
     assert torch.equal(got, expected) and torch.equal(first, second)
 
 
+@pytest.mark.parametrize("given", [False, True])
+def test_autograd_sees_that_a_step_overwrites(repeated: Repeated, given: bool) -> None:
+    values = EVERYTHING.values(torch.float32)
+    state, out = values["init_state"].clone(), torch.empty_like(values["x"]) if given else None
+    for calls in range(1, 4):
+        before = state._version, None if out is None else out._version
+        with torch.no_grad():
+            step(state, values, backend="cutile", **({"out": out} if given else {}))
+        assert state._version > before[0] and (out is None or out._version > before[1]), calls
+    with torch.enable_grad():
+        loss = (torch.ones_like(state, requires_grad=True) * state).sum()
+    with torch.no_grad():
+        step(state, values, backend="cutile")
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_a_launch_that_is_refused_is_made_another_way(repeated: Repeated) -> None:
     values = EVERYTHING.values(torch.float32)
     first, second = values["init_state"].clone(), values["init_state"].clone()

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.scanning import Shape, call, running
 from tilegym_mamba2 import (
@@ -146,3 +147,42 @@ def test_vmap_without_a_choice_of_backend(op: Callable[..., Any]) -> None:
         found = torch.func.vmap(lambda x: op(**(arguments | {"x": x}))[0])(values["x"][None])
         expected = op(**arguments)[0]
     torch.testing.assert_close(found[0], expected)
+
+
+@pytest.mark.parametrize("backend", ["torch", "cutile"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("training", [False, True])
+def test_a_traced_call_computes_for_other_inputs(shape: str, backend: str, training: bool) -> None:
+    first = SHAPES[shape].values(DTYPES[backend])
+    names = [name for name, value in first.items() if isinstance(value, torch.Tensor)]
+    second = first | {n: 0.5 * first[n] for n in names}
+
+    def traced(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return call(first | dict(zip(names, tensors, strict=True)), backend=backend)[:2]
+
+    with running(backend), torch.set_grad_enabled(training):
+        if training:
+            first["x"].requires_grad_()
+        graph = make_fx(traced)(*(first[name] for name in names))
+        for found, expected in zip(
+            graph(*(second[n] for n in names)), call(second, backend=backend), strict=False
+        ):
+            torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("backend", ["torch", "cutile"])
+def test_a_traced_step_computes_for_other_inputs(backend: str) -> None:
+    draw = torch.Generator().manual_seed(0)
+    shapes = ((1, 2, 4, 8), (1, 2, 4), (1, 2), (2,), (1, 1, 8), (1, 1, 8))
+    first, second = ([torch.rand(s, generator=draw) - float(s == (2,)) for s in shapes] for _ in range(2))
+
+    def traced(state: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        return mamba2_state_update(state, *tensors, backend=backend)
+
+    with running(backend), torch.no_grad():
+        graph = make_fx(traced)(first[0].clone(), *first[1:])
+        states = second[0].clone(), second[0].clone()
+        found, expected = graph(states[0], *second[1:]), traced(states[1], *second[1:])
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(*states)
+    assert not torch.equal(states[0], second[0])

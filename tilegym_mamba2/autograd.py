@@ -30,6 +30,7 @@ __all__ = [
     "differentiate_again",
     "goes_by_ops",
     "in_transform",
+    "is_watched",
     "refuse_second_derivative",
     "refuse_transform",
     "transforms_are_active",
@@ -280,6 +281,11 @@ def chunk_scan_op(*arguments: Any) -> tuple[Tensor, Tensor]:
 def in_transform(backend: str = "cutile") -> bool:
     """Whether a transform of torch.func is at work, whose tensors have no memory, and `backend` needs it."""
     return peek_interpreter_stack() is not None and backend in _KERNELS
+
+
+def is_watched(backend: str | None) -> bool:
+    """Whether a dispatch mode, such as that of `make_fx`, must see the op: it does not see kernels."""
+    return torch._C._len_torch_dispatch_stack() > 0 and backend in _KERNELS
 
 
 def goes_by_ops(tensors: Sequence[Tensor | None], records: bool) -> bool:

@@ -93,7 +93,7 @@ def mamba2_chunk_forward(
                     _remember(key, *registry.resolve(FORWARD, name, tensors))
             return autograd.chunk_scan_op(*tensors, chunk_size, name)
     name, forward = registry.resolve(FORWARD, backend, tensors)
-    if autograd.in_transform(name):
+    if autograd.in_transform(name) or autograd.is_watched(name):
         return autograd.chunk_scan_op(*tensors, chunk_size, name)
     results = forward(*tensors, chunk_size)
     if key is not None and not records:
@@ -131,6 +131,8 @@ def _key(
     if not (x.is_cuda or (x.is_cpu and interpreter_active())):
         return None
     if forward_ad._current_level >= 0 or peek_interpreter_stack() is not None:
+        return None
+    if torch._C._len_torch_dispatch_stack() > 0:
         return None
     if not (backend is None or type(backend) is str):
         return None

@@ -7,7 +7,13 @@ import torch
 
 from tilegym_mamba2 import autograd_scan, registry
 from tilegym_mamba2.autocast import FULL, KEEP, LOW, autocast
-from tilegym_mamba2.autograd import differentiable, goes_by_ops, in_transform, transforms_are_active
+from tilegym_mamba2.autograd import (
+    differentiable,
+    goes_by_ops,
+    in_transform,
+    is_watched,
+    transforms_are_active,
+)
 from tilegym_mamba2.errors import BackendUnavailable
 from tilegym_mamba2.forms import all_plain, as_read
 from tilegym_mamba2.ops_chunk import mamba2_chunk_forward
@@ -140,7 +146,7 @@ def mamba2_chunk_scan(
             return _recorded(tensors, flags, name)
     options = autograd_scan.options_of(tensors, dt_softplus, *dt_limit, *flags[2:])
     name, scan = registry.resolve(autograd_scan.FORWARD, backend, (*tensors, options))
-    if in_transform(name):
+    if in_transform(name) or is_watched(name):
         return _by_op(tensors, flags, name, autograd_scan.scan_op)
     return _results(*scan(*tensors, options), cu_seqlens is not None, return_chunk_states)
 

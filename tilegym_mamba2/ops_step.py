@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
+from torch.autograd.graph import increment_version
 
 from tilegym_mamba2 import registry
 from tilegym_mamba2.autocast import FULL, KEEP, LOW, autocast
-from tilegym_mamba2.autograd import refuse_transform
+from tilegym_mamba2.autograd import is_watched, refuse_transform
 from tilegym_mamba2.forms import Kept, all_plain, as_read, form_of_step, recogniser
 from tilegym_mamba2.options import NO_LIMIT
 from tilegym_mamba2.validate_scan import span, validate_state_update
@@ -79,8 +80,10 @@ def mamba2_state_update(
             if out is None:
                 result = torch.empty_like(x)
                 if last.known.repeat([*given, result]):
+                    increment_version(state)
                     return result
             elif last.is_apart(state, out) and last.known.repeat(given):
+                increment_version((state, out))
                 return out
         key = _key(tensors, options, out)
         seen = _known.get(key)
@@ -92,6 +95,7 @@ def mamba2_state_update(
             result = torch.empty_like(x) if out is None else out
             if out is None or seen.is_apart(state, out):
                 seen.known(tensors, result)
+                increment_version((state, result))
                 return result
         x, dt, a, b, c, d, z, dt_bias, state_indices = as_read(tensors[1:])
     tensors = autocast((x, state, dt, a, b, c, d, z, dt_bias, state_indices, out), _AUTOCAST)
@@ -107,11 +111,13 @@ def mamba2_state_update(
         out = torch.empty_like(x)
     arguments = (state, x, dt, a, b, c, d, z, dt_bias, state_indices, dt_softplus)
     # torch gives ops what a subclass holds, where a kernel would read memory.
-    if compiling or not all_plain(tensors):
+    if compiling or not all_plain(tensors) or _is_watched(arguments, backend):
         low, high = dt_limit
         state_update(*arguments, float(low), float(high), out, backend)
     else:
         known = _launch(*arguments, dt_limit, out, backend)
+        # Autograd may have kept them for a backward, and sees no kernel.
+        increment_version((state, out))
         if key is not None and known is not None:
             _remember(key, _Seen(known, recogniser(given), len(given), span(state), span(out)))
     return out
@@ -167,6 +173,8 @@ def _options(
         return None
     if forward_ad._current_level >= 0 or peek_interpreter_stack() is not None:
         return None
+    if torch._C._len_torch_dispatch_stack() > 0:
+        return None
     if dt_limit is not NO_LIMIT:
         # True equals 1, and is no number to validation.
         if type(dt_limit) is not tuple or any(type(value) not in (int, float) for value in dt_limit):
@@ -183,6 +191,13 @@ def _options(
         backend if type(backend) is str else registry.choice(backend)[0],
         registry.generation(),
     )
+
+
+def _is_watched(arguments: tuple[Any, ...], backend: str | None) -> bool:
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return False
+    *tensors, _ = arguments
+    return is_watched(registry.resolve(OP, backend, tuple(tensors))[0])
 
 
 def _key(tensors: tuple[Tensor | None, ...], options: tuple | None, out: Tensor | None) -> tuple | None:
