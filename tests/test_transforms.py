@@ -186,3 +186,19 @@ def test_a_traced_step_computes_for_other_inputs(backend: str) -> None:
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(*states)
     assert not torch.equal(states[0], second[0])
+
+
+def test_a_traced_backward_computes_for_other_inputs() -> None:
+    draw = torch.Generator().manual_seed(0)
+    shapes = ((1, 5, 2, 4), (2,), (1, 5, 1, 8), (1, 5, 1, 8), (1, 5, 2), (1, 5, 2, 4))
+    first, second = ([torch.rand(s, generator=draw) - float(s == (2,)) for s in shapes] for _ in range(2))
+
+    def traced(x: torch.Tensor, a: torch.Tensor, *rest: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        b, c, dt, dout = rest
+        results = mamba2_chunk_backward(x, a, b, c, None, dt, None, dout, None, backend="cutile")
+        return tuple(gradient for gradient in results if gradient is not None)
+
+    with running("cutile"):
+        graph = make_fx(traced)(*first)
+        for found, expected in zip(graph(*second), traced(*second), strict=True):
+            torch.testing.assert_close(found, expected)

@@ -202,4 +202,9 @@ def mamba2_chunk_backward(
     tensors = as_read((x, a, b, c, d, dt, init_state, dout, dfinal_state))
     name, backward = registry.resolve(BACKWARD, backend, tensors)
     autograd.refuse_transform(BACKWARD, name)
-    return backward(*tensors, min(operator.index(chunk_size), MAX_CHUNK_SIZE), state_dtype)
+    chunk_size = min(operator.index(chunk_size), MAX_CHUNK_SIZE)
+    if autograd.is_watched(name):
+        needed = [tensor is not None for tensor in tensors[:7]]
+        results = autograd.chunk_scan_backward(*tensors, chunk_size, name, needed)
+        return autograd.where_needed(results, needed)
+    return backward(*tensors, chunk_size, state_dtype)
