@@ -4,7 +4,6 @@ import operator
 from collections.abc import Callable
 
 import torch
-from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
 from tilegym_mamba2 import autograd, registry
@@ -130,9 +129,7 @@ def _key(
         return None
     if not (x.is_cuda or (x.is_cpu and interpreter_active())):
         return None
-    if forward_ad._current_level >= 0 or peek_interpreter_stack() is not None:
-        return None
-    if torch._C._len_torch_dispatch_stack() > 0:
+    if forward_ad._current_level >= 0 or autograd.transforms_are_active():
         return None
     if not (backend is None or type(backend) is str):
         return None
@@ -148,8 +145,6 @@ def _key(
             or (d is not None and d.requires_grad)
             or (init_state is not None and init_state.requires_grad)
         )
-        if records and autograd.transforms_are_active():
-            return None
         if (
             x.is_neg()
             or a.is_neg()

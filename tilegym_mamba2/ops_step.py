@@ -5,13 +5,12 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
 from tilegym_mamba2 import registry
 from tilegym_mamba2.autocast import FULL, KEEP, LOW, autocast
-from tilegym_mamba2.autograd import is_watched, refuse_transform
+from tilegym_mamba2.autograd import is_watched, refuse_transform, transforms_are_active
 from tilegym_mamba2.forms import Kept, all_plain, as_read, form_of_step, recogniser
 from tilegym_mamba2.options import NO_LIMIT
 from tilegym_mamba2.validate_scan import span, validate_state_update
@@ -171,9 +170,7 @@ def _options(
     # Of CUDA, which is what it asks about by default, and twice as fast.
     if torch.is_autocast_enabled() or type(dt_softplus) is not bool:
         return None
-    if forward_ad._current_level >= 0 or peek_interpreter_stack() is not None:
-        return None
-    if torch._C._len_torch_dispatch_stack() > 0:
+    if forward_ad._current_level >= 0 or transforms_are_active():
         return None
     if dt_limit is not NO_LIMIT:
         # True equals 1, and is no number to validation.

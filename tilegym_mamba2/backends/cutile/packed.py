@@ -33,7 +33,6 @@ _SCALARS = {
     ct.float64: ctypes.c_double,
 }
 
-
 _ADDRESS, _OFF_16 = ctypes.sizeof(ctypes.c_uint64), 15
 
 
@@ -43,36 +42,35 @@ class Packed:
     def __init__(self, function: Any, grid: Sequence[int], args: Sequence[Any], signature: KernelSignature):
         self._function = function
         self._grid = (*grid, *(1,) * (3 - len(grid)))
-        count = sum(isinstance(arg, torch.Tensor) for arg in args)
-        # Of `count` addresses one after the other, the bits that multiples of 16 lack.
-        self._off = int.from_bytes(_OFF_16.to_bytes(_ADDRESS, sys.byteorder) * count, sys.byteorder)
         pairs = zip(args, signature.parameters, strict=True)
         # Numbers alone: the tensors must not live on.
         self._values = [value for arg, constraint in pairs for value in binary_values(arg, constraint)]
         # Those not in use: a launch writes its addresses into one, and the driver reads it without the GIL.
         self._blocks = [_Block(self._values)]
+        # Of its addresses, one after the other, the bits that multiples of 16 lack.
+        off = _OFF_16.to_bytes(_ADDRESS, sys.byteorder) * len(self._blocks[0].addresses)
+        self._off = int.from_bytes(off, sys.byteorder)
 
     def launch(self, stream: int, addresses: Sequence[int]) -> bool:
         """Enqueues it; `addresses`: of its arrays, in their order. False: the driver refused, and nothing was
         enqueued."""
-        block = self._free_block()
-        block.addresses[:] = addresses
-        return self._enqueue(stream, block)
+        return self._enqueue(stream, self._block_of(addresses))
 
     def launch_aligned(self, stream: int, addresses: Sequence[int]) -> bool:
         """As `launch`; also False where an address is off 16 bytes."""
-        block = self._free_block()
-        block.addresses[:] = addresses
+        block = self._block_of(addresses)
         if int.from_bytes(block.addresses, sys.byteorder) & self._off:
             self._blocks.append(block)
             return False
         return self._enqueue(stream, block)
 
-    def _free_block(self) -> "_Block":
+    def _block_of(self, addresses: Sequence[int]) -> "_Block":
         try:
-            return self._blocks.pop()
+            block = self._blocks.pop()
         except IndexError:
-            return _Block(self._values)
+            block = _Block(self._values)
+        block.addresses[:] = addresses
+        return block
 
     def _enqueue(self, stream: int, block: "_Block") -> bool:
         (status,) = driver.cuLaunchKernel(

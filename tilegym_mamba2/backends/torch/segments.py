@@ -165,8 +165,7 @@ def cut(piece: tuple[torch.Tensor, ...], a: torch.Tensor, L: int, work: torch.dt
     # A product with a triangle of ones: torch.cumsum on CUDA is refused in deterministic mode.
     ones, a, dt64 = triangle(L, dt.device), a.double(), dt.double()
     # Sums of large numbers round differently from row to row: what forgets is counted, and weighs in after.
-    forgets = ((a == -torch.inf) & (dt64 > 0)).double()
-    g = ones @ (finite(a) * dt64) + FORGOTTEN * (ones @ forgets)
+    g = ones @ (finite(a) * dt64) + FORGOTTEN * (ones @ forgets(a, dt64).double())
     # Rounded prefix sums of negative numbers need not decrease. Detached, so that a tie keeps its gradient.
     g = g + (g.detach().cummin(dim=2).values - g.detach())
     return Segment(x, b, c, dt, g)
@@ -177,7 +176,12 @@ def log_decay(a: torch.Tensor, dt: torch.Tensor) -> torch.Tensor:
 
     -inf itself would make NaN of differences, and of dt = 0.
     """
-    return (finite(a) * dt).masked_fill((a == -torch.inf) & (dt > 0), FORGOTTEN)
+    return (finite(a) * dt).masked_fill(forgets(a, dt), FORGOTTEN)
+
+
+def forgets(a: torch.Tensor, dt: torch.Tensor) -> torch.Tensor:
+    """Where a token leaves nothing of the state: a (H,) is -inf and dt (..., H) > 0."""
+    return (a == -torch.inf) & (dt > 0)
 
 
 def finite(a: torch.Tensor) -> torch.Tensor:
