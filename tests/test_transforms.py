@@ -24,6 +24,8 @@ DTYPES = {"torch": torch.float64, "cutile": torch.float32}
 # vmap says that it loops over an op.
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")
 
+before_autograd_or_after = pytest.mark.parametrize("pre_dispatch", [False, True])
+
 Loss = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -152,7 +154,10 @@ def test_vmap_without_a_choice_of_backend(op: Callable[..., Any]) -> None:
 @pytest.mark.parametrize("backend", ["torch", "cutile"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("training", [False, True])
-def test_a_traced_call_computes_for_other_inputs(shape: str, backend: str, training: bool) -> None:
+@before_autograd_or_after
+def test_a_traced_call_computes_for_other_inputs(
+    shape: str, backend: str, training: bool, pre_dispatch: bool
+) -> None:
     first = SHAPES[shape].values(DTYPES[backend])
     names = [name for name, value in first.items() if isinstance(value, torch.Tensor)]
     second = first | {n: 0.5 * first[n] for n in names}
@@ -163,15 +168,16 @@ def test_a_traced_call_computes_for_other_inputs(shape: str, backend: str, train
     with running(backend), torch.set_grad_enabled(training):
         if training:
             first["x"].requires_grad_()
-        graph = make_fx(traced)(*(first[name] for name in names))
-        for found, expected in zip(
-            graph(*(second[n] for n in names)), call(second, backend=backend), strict=False
-        ):
+        graph = make_fx(traced, pre_dispatch=pre_dispatch)(*(first[name] for name in names))
+        results = graph(*(second[n] for n in names))
+        assert torch.is_grad_enabled() == training
+        for found, expected in zip(results, call(second, backend=backend), strict=False):
             torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("backend", ["torch", "cutile"])
-def test_a_traced_step_computes_for_other_inputs(backend: str) -> None:
+@before_autograd_or_after
+def test_a_traced_step_computes_for_other_inputs(backend: str, pre_dispatch: bool) -> None:
     draw = torch.Generator().manual_seed(0)
     shapes = ((1, 2, 4, 8), (1, 2, 4), (1, 2), (2,), (1, 1, 8), (1, 1, 8))
     first, second = ([torch.rand(s, generator=draw) - float(s == (2,)) for s in shapes] for _ in range(2))
@@ -180,7 +186,7 @@ def test_a_traced_step_computes_for_other_inputs(backend: str) -> None:
         return mamba2_state_update(state, *tensors, backend=backend)
 
     with running(backend), torch.no_grad():
-        graph = make_fx(traced)(first[0].clone(), *first[1:])
+        graph = make_fx(traced, pre_dispatch=pre_dispatch)(first[0].clone(), *first[1:])
         states = second[0].clone(), second[0].clone()
         found, expected = graph(states[0], *second[1:]), traced(states[1], *second[1:])
     torch.testing.assert_close(found, expected)
@@ -188,7 +194,8 @@ def test_a_traced_step_computes_for_other_inputs(backend: str) -> None:
     assert not torch.equal(states[0], second[0])
 
 
-def test_a_traced_backward_computes_for_other_inputs() -> None:
+@before_autograd_or_after
+def test_a_traced_backward_computes_for_other_inputs(pre_dispatch: bool) -> None:
     draw = torch.Generator().manual_seed(0)
     shapes = ((1, 5, 2, 4), (2,), (1, 5, 1, 8), (1, 5, 1, 8), (1, 5, 2), (1, 5, 2, 4))
     first, second = ([torch.rand(s, generator=draw) - float(s == (2,)) for s in shapes] for _ in range(2))
@@ -199,6 +206,6 @@ def test_a_traced_backward_computes_for_other_inputs() -> None:
         return tuple(gradient for gradient in results if gradient is not None)
 
     with running("cutile"):
-        graph = make_fx(traced)(*first)
+        graph = make_fx(traced, pre_dispatch=pre_dispatch)(*first)
         for found, expected in zip(graph(*second), traced(*second), strict=True):
             torch.testing.assert_close(found, expected)

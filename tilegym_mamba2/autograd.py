@@ -13,6 +13,7 @@ from typing import Any, Optional
 
 import torch
 from torch import Tensor
+from torch._C import _dispatch_tls_is_dispatch_key_included, _len_torch_dispatch_stack
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
@@ -31,6 +32,7 @@ __all__ = [
     "goes_by_ops",
     "in_transform",
     "is_watched",
+    "modes_are_active",
     "refuse_second_derivative",
     "refuse_transform",
     "transforms_are_active",
@@ -43,6 +45,7 @@ _INPUTS = 7
 _TAKES_NONE = ("cutile", "torch")
 # These launch kernels on the memory of their arguments.
 _KERNELS = ("cutile", "tilegym")
+_PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
 
 
 @torch.library.custom_op("tilegym_mamba2::chunk_scan", mutates_args=())
@@ -283,9 +286,17 @@ def in_transform(backend: str = "cutile") -> bool:
     return peek_interpreter_stack() is not None and backend in _KERNELS
 
 
+def modes_are_active() -> bool:
+    """Whether a dispatch mode is at work, such as that of `make_fx`.
+
+    Those that look before autograd does (pre_dispatch=True) are on no stack of torch._C, and known by a key.
+    """
+    return _len_torch_dispatch_stack() > 0 or _dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
+
+
 def is_watched(backend: str | None) -> bool:
-    """Whether a dispatch mode, such as that of `make_fx`, must see the op: it does not see kernels."""
-    return torch._C._len_torch_dispatch_stack() > 0 and backend in _KERNELS
+    """Whether a dispatch mode must see the op: it does not see kernels."""
+    return backend in _KERNELS and modes_are_active()
 
 
 def goes_by_ops(tensors: Sequence[Tensor | None], records: bool) -> bool:
@@ -345,7 +356,12 @@ def transforms_are_active(*gradients: Tensor | None) -> bool:
     Also where one of them has its sign beside its memory, as behind `torch.complex(…, out).conj()`: torch
     gives ops the negated values. Asking costs the host 0.08 us a gradient.
     """
-    if peek_interpreter_stack() is not None or torch._C._len_torch_dispatch_stack() > 0:
+    # Not by `modes_are_active`: the decoding step asks every time, and a call costs 0.03 us.
+    if (
+        peek_interpreter_stack() is not None
+        or _len_torch_dispatch_stack() > 0
+        or _dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
+    ):
         return True
     try:
         for gradient in gradients:

@@ -10,7 +10,7 @@ from torch.autograd.graph import increment_version
 
 from tilegym_mamba2 import registry
 from tilegym_mamba2.autocast import FULL, KEEP, LOW, autocast
-from tilegym_mamba2.autograd import is_watched, refuse_transform, transforms_are_active
+from tilegym_mamba2.autograd import is_watched, modes_are_active, refuse_transform, transforms_are_active
 from tilegym_mamba2.forms import Kept, all_plain, as_read, form_of_step, recogniser
 from tilegym_mamba2.options import NO_LIMIT
 from tilegym_mamba2.validate_scan import span, validate_state_update
@@ -191,7 +191,7 @@ def _options(
 
 
 def _is_watched(arguments: tuple[Any, ...], backend: str | None) -> bool:
-    if torch._C._len_torch_dispatch_stack() == 0:
+    if not modes_are_active():
         return False
     *tensors, _ = arguments
     return is_watched(registry.resolve(OP, backend, tuple(tensors))[0])
