@@ -98,14 +98,16 @@ def test_second_derivatives_by_kernels_are_refused(shape: str) -> None:
         torch.func.jvp(torch.func.grad(loss), (values["x"],), (values["x"],))
 
 
-def step(values: dict[str, Any], **options: Any) -> torch.Tensor:
-    state = torch.zeros(2, 4, 3, 5, dtype=values["x"].dtype)
+def step(values: dict[str, Any], state: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
+    if state is None:
+        state = torch.zeros(2, 4, 3, 5, dtype=values["x"].dtype)
     at_0 = {name: values[name][:, 0] for name in ("x", "dt", "b", "c")}
     return mamba2_state_update(state, at_0["x"], at_0["dt"], values["a"], at_0["b"], at_0["c"], **options)
 
 
 @pytest.mark.parametrize("op", ["mamba2_chunk_backward", "mamba2_state_update"])
-def test_kernels_say_that_a_tensor_has_no_memory(op: str) -> None:
+@pytest.mark.parametrize("traced", [None, False, True], ids=["", "traced", "pre_dispatch"])
+def test_kernels_say_that_a_tensor_has_no_memory(op: str, traced: bool | None) -> None:
     values = SHAPES["bare"].values(torch.float32)
 
     def one(x: torch.Tensor) -> Any:
@@ -114,8 +116,9 @@ def test_kernels_say_that_a_tensor_has_no_memory(op: str) -> None:
         arguments = [values[name] for name in ("a", "b", "c", "d", "dt", "init_state")]
         return mamba2_chunk_backward(x, *arguments, x, None, backend="cutile")[0]
 
+    several = torch.func.vmap(one)
     with running("cutile"), pytest.raises(RuntimeError) as raised:
-        torch.func.vmap(one)(values["x"][None])
+        (several if traced is None else make_fx(several, pre_dispatch=traced))(values["x"][None])
     assert str(raised.value) == (
         f"{op}: backend 'cutile' works on memory, which tensors inside a transform of torch.func "
         "(vmap, grad) do not have; use backend='torch' there"
@@ -192,6 +195,132 @@ def test_a_traced_step_computes_for_other_inputs(backend: str, pre_dispatch: boo
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(*states)
     assert not torch.equal(states[0], second[0])
+
+
+LENGTHS = {
+    "cu_seqlens": torch.tensor([[0, 2, 20], [0, 20, 20], [0, 0, 11]]),
+    "seq_lens": torch.tensor([[20, 3], [0, 20], [7, 1]]),
+}
+
+
+def with_lengths(name: str, backend: str) -> tuple[dict[str, Any], Callable[..., torch.Tensor]]:
+    """A problem, and all of a call's results in one tensor, as a function of x and of the lengths `name`."""
+    values = Shape(tokens=20, batch=1 if name == "cu_seqlens" else 2, z=True).values(DTYPES[backend])
+
+    def scan(x: torch.Tensor, lengths: torch.Tensor, **options: Any) -> torch.Tensor:
+        results = call(values | {"x": x, name: lengths}, backend=backend, **options)
+        return torch.cat([result.flatten() for result in results])
+
+    return values, scan
+
+
+@pytest.mark.parametrize("backend", ["torch", "cutile"])
+@pytest.mark.parametrize("name", LENGTHS)
+@pytest.mark.parametrize("check", [False, True])
+@before_autograd_or_after
+def test_a_traced_call_computes_for_other_lengths(
+    name: str, backend: str, check: bool, pre_dispatch: bool
+) -> None:
+    values, scan = with_lengths(name, backend)
+    x, lengths = values["x"], LENGTHS[name]
+
+    def traced(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        return scan(x, lengths, check=check)
+
+    with running(backend):
+        graph = make_fx(traced, pre_dispatch=pre_dispatch)(x, lengths[0])
+        for other in lengths[1:]:
+            torch.testing.assert_close(graph(x, other), scan(x, other))
+        with pytest.raises(ValueError, match=f"^{name} must .*, got 21( at index 1)?$"):
+            make_fx(traced, pre_dispatch=pre_dispatch)(x, torch.tensor([0, 20, 21][-lengths.shape[1] :]))
+
+
+@pytest.mark.parametrize("backend", ["torch", "cutile"])
+@pytest.mark.parametrize("name", LENGTHS)
+@pytest.mark.parametrize("check", [False, True])
+def test_vmap_over_lengths(name: str, backend: str, check: bool) -> None:
+    values, scan = with_lengths(name, backend)
+    x, lengths = values["x"], LENGTHS[name]
+
+    def one(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        return scan(x, lengths, check=check)
+
+    with running(backend):
+        expected = torch.stack([scan(x, row) for row in lengths])
+        torch.testing.assert_close(torch.func.vmap(one, (None, 0))(x, lengths), expected)
+        torch.testing.assert_close(torch.func.vmap(one, (None, 1))(x, lengths.T.contiguous()), expected)
+        several = torch.stack([lengths[:2]] * 2)
+        nested = torch.func.vmap(torch.func.vmap(one, (None, 0)))(torch.stack([x, 2 * x]), several)
+        torch.testing.assert_close(nested[0], expected[:2])
+        of_x = torch.func.grad(lambda x, row: scan(x, row).square().sum())
+        found = torch.func.vmap(of_x, (None, 0))(x, lengths)
+        torch.testing.assert_close(found, torch.stack([of_x(x, row) for row in lengths]))
+        with pytest.raises(ValueError, match=f"^{name} must"):
+            torch.func.vmap(one, (None, 0))(x, lengths + 1)
+
+
+def test_a_wrong_value_in_a_batch_of_vmap_is_told() -> None:
+    values, _ = with_lengths("seq_lens", "torch")
+    with pytest.raises(ValueError) as raised:
+        torch.func.vmap(lambda a: call(values | {"a": a}, backend="torch", check=True)[0])(-values["a"][None])
+    assert str(raised.value) == "a must be ≤ 0, and is not somewhere in a batch of vmap"
+
+
+@before_autograd_or_after
+@pytest.mark.parametrize("backend", ["torch", "cutile"])
+def test_a_traced_step_computes_for_other_slots(backend: str, pre_dispatch: bool) -> None:
+    values = SHAPES["bare"].values(torch.float32)
+
+    def traced(state: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        return step(values, state, state_indices=slots, backend=backend)
+
+    pool = torch.randn(5, 4, 3, 5, generator=torch.Generator().manual_seed(0))
+    with running(backend):
+        graph = make_fx(traced, pre_dispatch=pre_dispatch)(pool.clone(), torch.tensor([0, 4]))
+        states, slots = (pool.clone(), pool.clone()), torch.tensor([3, -1])
+        torch.testing.assert_close(graph(states[0], slots), traced(states[1], slots))
+    torch.testing.assert_close(*states)
+
+
+def test_vmap_over_steps() -> None:
+    values = SHAPES["bare"].values()
+    pools = torch.randn(2, 5, 4, 3, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    slots = torch.tensor([[0, 4], [3, -1]])
+
+    def one(state: torch.Tensor, slots: torch.Tensor | None) -> torch.Tensor:
+        return step(values, state, state_indices=slots, backend="torch")
+
+    for rows, states in ((slots, pools), (None, pools[:, :2])):
+        states, expected_states = states.clone(), states.clone()
+        pairs = zip(expected_states, slots if rows is not None else (None, None), strict=True)
+        expected = torch.stack([one(*pair) for pair in pairs])
+        found = torch.func.vmap(one, (0, None if rows is None else 0))(states, rows)
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(states, expected_states)
+
+
+@pytest.mark.parametrize("name", ["x", "state_indices"])
+def test_vmap_over_steps_on_one_state_names_it(name: str) -> None:
+    values = SHAPES["bare"].values()
+    state, given = torch.zeros(2, 4, 3, 5, dtype=torch.float64), {"x": values["x"], "state_indices": None}
+    given["state_indices"] = torch.tensor([1, 0])
+
+    def one(mapped: torch.Tensor, written: torch.Tensor, **options: Any) -> torch.Tensor:
+        changes = given | {name: mapped}
+        slots = changes.pop("state_indices")
+        return step(values | changes, written, state_indices=slots, backend="torch", **options)
+
+    mapped = given[name][None]
+    with pytest.raises(ValueError) as raised:
+        torch.func.vmap(one, (0, None))(mapped, state)
+    assert str(raised.value) == (
+        f"state is written, and must be a batch of vmap like {name}: put it among the mapped arguments"
+    )
+    with pytest.raises(ValueError, match="^out is written, and must be a batch of vmap like state: "):
+        torch.func.vmap(lambda *both: one(*both, out=torch.zeros_like(values["x"][:, 0])))(
+            mapped, state[None]
+        )
+    assert not state.any()
 
 
 @before_autograd_or_after

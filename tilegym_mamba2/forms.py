@@ -4,8 +4,19 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch._C import _functorch
 
-__all__ = ["PLAIN", "Kept", "all_plain", "as_read", "form_of", "form_of_step", "forms_of", "recogniser"]
+__all__ = [
+    "PLAIN",
+    "Kept",
+    "all_plain",
+    "as_read",
+    "batch_levels",
+    "form_of",
+    "form_of_step",
+    "forms_of",
+    "recogniser",
+]
 
 try:
     from torch._C._dynamo.guards import TensorGuards as _TensorGuards
@@ -20,6 +31,16 @@ _PLAIN_OR_MISSING = frozenset((*PLAIN, type(None)))
 def all_plain(tensors: Iterable[torch.Tensor | None]) -> bool:
     """Whether none is of a subclass, which may have no memory of its own."""
     return _PLAIN_OR_MISSING.issuperset(map(type, tensors))
+
+
+def batch_levels(tensor: torch.Tensor) -> set[int]:
+    """Of which vmaps, by their depth, a tensor holds a batch."""
+    levels = set()
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        if _functorch.is_batchedtensor(tensor):
+            levels.add(_functorch.maybe_get_level(tensor))
+        tensor = _functorch.get_unwrapped(tensor)
+    return levels
 
 
 class Kept(dict):

@@ -10,8 +10,14 @@ from torch.autograd.graph import increment_version
 
 from tilegym_mamba2 import registry
 from tilegym_mamba2.autocast import FULL, KEEP, LOW, autocast
-from tilegym_mamba2.autograd import is_watched, modes_are_active, refuse_transform, transforms_are_active
-from tilegym_mamba2.forms import Kept, all_plain, as_read, form_of_step, recogniser
+from tilegym_mamba2.autograd import (
+    in_transform,
+    is_watched,
+    modes_are_active,
+    refuse_transform,
+    transforms_are_active,
+)
+from tilegym_mamba2.forms import Kept, all_plain, as_read, batch_levels, form_of_step, recogniser
 from tilegym_mamba2.options import NO_LIMIT
 from tilegym_mamba2.validate_scan import span, validate_state_update
 
@@ -56,7 +62,8 @@ def mamba2_state_update(
 
     Tensors may have any strides and are on one device. Nothing waits for the device. Works under
     torch.compile(fullgraph=True), in CUDA graphs and under autocast, which casts as in `mamba2_chunk_scan`
-    and leaves `state` and `out` alone. Not differentiable.
+    and leaves `state` and `out` alone. Not differentiable; under vmap on backend "torch" alone, with a state
+    for each element.
 
     Returns:
         out, in x's shape and dtype.
@@ -108,6 +115,9 @@ def mamba2_state_update(
         )
     if out is None:
         out = torch.empty_like(x)
+        if not compiling and in_transform():
+            # A batch of vmap as soon as one argument is: in place it cannot become one.
+            out = sum((t.new_zeros((), dtype=x.dtype) for t in tensors if t is not None), start=out)
     arguments = (state, x, dt, a, b, c, d, z, dt_bias, state_indices, dt_softplus)
     # torch gives ops what a subclass holds, where a kernel would read memory.
     if compiling or not all_plain(tensors) or _is_watched(arguments, backend):
@@ -194,7 +204,9 @@ def _is_watched(arguments: tuple[Any, ...], backend: str | None) -> bool:
     if not modes_are_active():
         return False
     *tensors, _ = arguments
-    return is_watched(registry.resolve(OP, backend, tuple(tensors))[0])
+    name, _ = registry.resolve(OP, backend, tuple(tensors))
+    refuse_transform(OP, name)
+    return is_watched(name)
 
 
 def _key(tensors: tuple[Tensor | None, ...], options: tuple | None, out: Tensor | None) -> tuple | None:
@@ -236,6 +248,8 @@ def _launch(
     tensors = (state, x, dt, a, b, c, d, z, dt_bias, state_indices)
     name, update = registry.resolve(OP, backend, tensors)
     refuse_transform(OP, name)
+    if in_transform():
+        _refuse_too_small_a_batch(tensors, out)
     by_form = getattr(update, "by_form", None)
     if by_form is not None:
         known = by_form(form_of_step(*tensors, out), tensors, dt_softplus, dt_limit, out)
@@ -246,6 +260,18 @@ def _launch(
         z = None if z is None else z.unsqueeze(1)
     update(state, x, dt, a, b, c, d, z, dt_bias, state_indices, dt_softplus, dt_limit, out)
     return None
+
+
+def _refuse_too_small_a_batch(tensors: tuple[Tensor | None, ...], out: Tensor) -> None:
+    """Raises ValueError where vmap makes a batch of an argument, and none of what is written."""
+    names = ("x", "dt", "a", "b", "c", "d", "z", "dt_bias", "state_indices")
+    for written, to in (("state", tensors[0]), ("out", out)):
+        for name, tensor in (("state", tensors[0]), *zip(names, tensors[1:], strict=True)):
+            if tensor is not None and not batch_levels(tensor) <= batch_levels(to):
+                raise ValueError(
+                    f"{written} is written, and must be a batch of vmap like {name}: put it among the mapped "
+                    "arguments"
+                )
 
 
 @torch.library.custom_op("tilegym_mamba2::state_update", mutates_args=("state", "out"))

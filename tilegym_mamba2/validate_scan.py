@@ -19,11 +19,13 @@ the caller asks for it: it makes the host wait for the device.
 
 import math
 import sys
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
+from torch._C import _functorch
 
-from tilegym_mamba2.forms import PLAIN
+from tilegym_mamba2.forms import PLAIN, batch_levels
 from tilegym_mamba2.options import is_no_limit
 from tilegym_mamba2.validate import (
     Dims,
@@ -118,9 +120,9 @@ def check_scan_values(
     fine = used >= 0
     token = torch.arange(dt.shape[1], device=dt.device)
     if cu_seqlens is not None:
-        fine |= (token >= cu_seqlens[-1])[:, None]
+        fine = fine | (token >= cu_seqlens[-1])[:, None]
     if seq_lens is not None:
-        fine |= (token >= seq_lens[:, None])[..., None]
+        fine = fine | (token >= seq_lens[:, None])[..., None]
     _check_all(f"dt{' as used' if piped else ''} must be ≥ 0", used, fine)
 
 
@@ -147,8 +149,7 @@ def validate_state_update(
         _check_pipeline(dt_softplus, dt_limit)
     if _at_hand(state_indices):
         slots = state.shape[0]
-        fine = (state_indices >= -1) & (state_indices < slots)
-        _check_all(f"state_indices must be in [-1, {slots})", state_indices, fine)
+        _check_range(f"state_indices must be in [-1, {slots})", state_indices, -1, slots - 1)
 
 
 def _fast_step(
@@ -360,7 +361,9 @@ def _check_written(state: torch.Tensor, out: torch.Tensor | None) -> None:
                 f"{name} is written, and must not repeat elements in memory, got shape {tuple(tensor.shape)} "
                 f"with strides {tensor.stride()}"
             )
-    if len(given) == 2 and _overlap(state, out):
+    # Inside a transform of torch.func tensors have no addresses.
+    addressed = not any(map(_functorch.is_functorch_wrapped_tensor, given.values()))
+    if len(given) == 2 and addressed and _overlap(state, out):
         raise ValueError("out must not overlap state in memory: both are written")
 
 
@@ -398,11 +401,13 @@ def _at_hand(tensor: Any) -> bool:
 
 def _check_lengths(cu_seqlens: torch.Tensor | None, seq_lens: torch.Tensor | None, T: int) -> None:
     if seq_lens is not None:
-        fine = (seq_lens >= 0) & (seq_lens <= T)
-        _check_all(f"seq_lens must be from 0 to T = {T}", seq_lens, fine)
-    if cu_seqlens is None:
-        return
-    borders = cu_seqlens.tolist()
+        _check_range(f"seq_lens must be from 0 to T = {T}", seq_lens, 0, T)
+    if cu_seqlens is not None:
+        for borders in _lists(cu_seqlens):
+            _check_borders(borders, T)
+
+
+def _check_borders(borders: list[int], T: int) -> None:
     if borders[0] != 0:
         raise ValueError(f"cu_seqlens must begin with 0, got {borders[0]}")
     for index in range(1, len(borders)):
@@ -415,10 +420,37 @@ def _check_lengths(cu_seqlens: torch.Tensor | None, seq_lens: torch.Tensor | Non
         raise ValueError(f"cu_seqlens must end at T = {T} or before, got {borders[-1]}")
 
 
+def _check_range(rule: str, values: torch.Tensor, low: int, high: int) -> None:
+    for found in _lists(values):
+        for index, value in enumerate(found):
+            if not low <= value <= high:
+                raise ValueError(f"{rule}, got {value} at index {index}")
+
+
+def _lists(values: torch.Tensor) -> Iterator[list[int]]:
+    """The values of a tensor (n,), once for each that vmap makes a batch of.
+
+    Past the dispatcher, where a mode such as that of `make_fx` takes nothing to depend on values.
+    """
+    if _functorch.is_batchedtensor(values):
+        for one in _functorch.get_unwrapped(values).unbind(_functorch.maybe_get_bdim(values)):
+            yield from _lists(one)
+    elif _functorch.is_functorch_wrapped_tensor(values):
+        yield from _lists(_functorch.get_unwrapped(values))
+    elif type(values) in PLAIN:
+        yield values.tolist()
+    else:
+        # A subclass may have no memory of its own.
+        yield [value.item() for value in values]
+
+
 def _check_all(rule: str, values: torch.Tensor, fine: torch.Tensor) -> None:
     """Raises with the first value that is not fine, and where it is."""
-    if bool(fine.all()):
+    if all(verdict for (verdict,) in _lists(fine.all().reshape(1))):
         return
+    if batch_levels(fine):
+        raise ValueError(f"{rule}, and is not somewhere in a batch of vmap")
     where = tuple((~fine).nonzero()[0].tolist())
     place = where[0] if len(where) == 1 else where
-    raise ValueError(f"{rule}, got {values[where].item():.6g} at index {place}")
+    ((value,),) = _lists(values[where].reshape(1))
+    raise ValueError(f"{rule}, got {value:.6g} at index {place}")
