@@ -1,5 +1,6 @@
 """Autograd through the public ops: which gradients, by whom, and under what torch puts around them."""
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -8,7 +9,9 @@ import pytest
 import tilegym
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import tilegym_mamba2
@@ -306,10 +309,10 @@ def test_opcheck(backend: str) -> None:
         arguments = tuple(tensor.detach() for tensor in arguments)
         dout, dfinal_state = torch.randn_like(arguments[0]), torch.randn_like(arguments[-1])
         torch.library.opcheck(
-            autograd.chunk_scan_backward, (*arguments, dout, dfinal_state, 16, backend, [True] * 7)
+            autograd.chunk_scan_backward, (*arguments, dout, dfinal_state, 16, None, backend, [True] * 7)
         )
         needed = [True, False, True, True, False, False, False]
-        some = (*arguments[:4], None, arguments[5], None, dout, None, 16, backend, needed)
+        some = (*arguments[:4], None, arguments[5], None, dout, None, 16, torch.float32, backend, needed)
         torch.library.opcheck(autograd.chunk_scan_backward, some)
 
 
@@ -319,7 +322,7 @@ def test_the_op_and_the_plain_backward_agree() -> None:
     dout, dfinal_state = torch.randn_like(inputs["x"]), torch.randn_like(inputs["init_state"])
     with interpreter.interpret():
         plain = mamba2_chunk_backward(*arguments, dout, dfinal_state, backend="cutile")
-        by_op = autograd.chunk_scan_backward(*arguments, dout, dfinal_state, 64, "cutile", [True] * 7)
+        by_op = autograd.chunk_scan_backward(*arguments, dout, dfinal_state, 64, None, "cutile", [True] * 7)
     assert all(torch.equal(p, o) for p, o in zip(plain, by_op, strict=True))
 
 
@@ -444,6 +447,55 @@ def test_a_wrapped_tensor_is_read_where_it_is(name: str, monkeypatch: pytest.Mon
         # The second time the form of the plain ones is known.
         got = scan(plain | {name: Wrapper(plain[name])}, backend="cutile")
     assert all(map(torch.equal, got, expected))
+
+
+@pytest.mark.parametrize("backend", ["torch", "cutile"])
+@pytest.mark.parametrize("name", [*OP_ORDER, "dout", "dfinal_state"])
+def test_the_backward_sees_a_wrapped_tensor_where_it_is(name: str, backend: str) -> None:
+    inputs = leaves(20, requires_grad=False)
+    inputs |= {"dout": torch.ones_like(inputs["x"]), "dfinal_state": torch.ones_like(inputs["init_state"])}
+    with interpreter.interpret():
+        got, expected = (
+            mamba2_chunk_backward(*(given[n] for n in (*OP_ORDER, "dout", "dfinal_state")), backend=backend)
+            for given in (inputs | {name: Wrapper(inputs[name])}, inputs)
+        )
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("backend", ["torch", "cutile"])
+def test_fake_tensors_outside_their_mode_have_fake_gradients(backend: str) -> None:
+    inputs = leaves(20, requires_grad=False)
+    mode = FakeTensorMode()
+    fake = [mode.from_tensor(inputs[name]) for name in OP_ORDER]
+    with interpreter.interpret():
+        gradients = mamba2_chunk_backward(*fake, fake[0], None, backend=backend)
+    for gradient, tensor in zip(gradients, fake, strict=True):
+        assert isinstance(gradient, FakeTensor)
+        assert (gradient.shape, gradient.dtype) == (tensor.shape, tensor.dtype)
+
+
+class Watching(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_backward_follows_state_dtype_under_a_dispatch_mode_too() -> None:
+    inputs = leaves(20, requires_grad=False)
+    arguments = [*(inputs[name] for name in OP_ORDER), torch.ones_like(inputs["x"]), None]
+    wrapped = [Wrapper(arguments[0]), *arguments[1:]]
+    with interpreter.interpret():
+        for given, mode in (
+            (arguments, contextlib.nullcontext()),
+            (arguments, Watching()),
+            (wrapped, contextlib.nullcontext()),
+        ):
+            with mode, pytest.raises(TypeError, match="'cutile' computes no float64 states"):
+                mamba2_chunk_backward(*given, state_dtype=torch.float64, backend="cutile")
+    wide, narrow, by_op = (
+        mamba2_chunk_backward(*given, state_dtype=dtype, backend="torch")
+        for given, dtype in ((arguments, torch.float64), (arguments, torch.float32), (wrapped, torch.float64))
+    )
+    assert all(map(torch.equal, by_op, wide)) and not all(map(torch.equal, narrow, wide))
 
 
 def test_the_backward_takes_gradients_with_the_sign_beside_their_memory() -> None:

@@ -2,7 +2,8 @@
 
     tilegym_mamba2::chunk_scan            x, a, b, c, d, dt, init_state, chunk_size, backend
                                           -> out, final_state
-    tilegym_mamba2::chunk_scan_backward   the same with dout, dfinal_state and `needed` -> seven gradients
+    tilegym_mamba2::chunk_scan_backward   the same with dout, dfinal_state, state_dtype and `needed`
+                                          -> seven gradients
 
 The backend is picked inside, so a compiled graph holds the op and not one backend's code. Only inputs are
 saved. The ops' outputs alias nothing; a gradient that is not needed is an empty tensor.
@@ -97,23 +98,27 @@ def chunk_scan_backward(
     dout: Optional[Tensor],  # noqa: UP045
     dfinal_state: Optional[Tensor],  # noqa: UP045
     chunk_size: int,
+    state_dtype: Optional[torch.dtype],  # noqa: UP045
     backend: Optional[str],  # noqa: UP045
     needed: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients that are `needed`, in the order of the inputs; the others are empty."""
     inputs = (x, a, b, c, d, dt, init_state)
-    validate_backward(*inputs, dout, dfinal_state, chunk_size, torch.float32)
+    if state_dtype is None:
+        state_dtype = _state_dtype(x, None)
+    validate_backward(*inputs, dout, dfinal_state, chunk_size, state_dtype)
     name, backward = resolve(BACKWARD, backend, (*inputs, dout, dfinal_state))
     if name not in _TAKES_NONE:
         dout = torch.zeros_like(x) if dout is None else dout
         if dfinal_state is None:
             dfinal_state = x.new_zeros(_state_shape(x, b), dtype=_state_dtype(x, init_state))
-    if name == "cutile":
+    # The backend's own function, which computes all gradients, has the words for a dtype that it refuses.
+    if name == "cutile" and state_dtype is not torch.float64:
         from tilegym_mamba2.backends.cutile.backward import gradients
 
         results = gradients(*inputs, dout, dfinal_state, tuple(needed))
     else:
-        results = backward(*inputs, dout, dfinal_state, chunk_size, _state_dtype(x, None))
+        results = backward(*inputs, dout, dfinal_state, chunk_size, state_dtype)
     return tuple(
         gradient.contiguous() if need and gradient is not None else x.new_empty(0)
         for gradient, need in zip(results, needed, strict=True)
@@ -132,6 +137,7 @@ def _(
     dout: Tensor | None,
     dfinal_state: Tensor | None,
     chunk_size: int,
+    state_dtype: torch.dtype | None,
     backend: str | None,
     needed: Sequence[bool],
 ) -> tuple[Tensor, ...]:
@@ -166,7 +172,7 @@ def _differentiate(ctx: Any, dout: Tensor | None, dfinal_state: Tensor | None) -
     needed = [need and tensor is not None for need, tensor in zip(ctx.needs_input_grad, inputs, strict=False)]
     if (dout is None and dfinal_state is None) or not any(needed):
         return (None,) * (_INPUTS + 2)
-    arguments = (*inputs, dout, dfinal_state, ctx.chunk_size, ctx.backend, needed)
+    arguments = (*inputs, dout, dfinal_state, ctx.chunk_size, None, ctx.backend, needed)
     gradients = call_op(chunk_scan_backward, _save_backward, _differentiate_twice, *arguments)
     return (*where_needed(gradients, needed), None, None)
 
@@ -183,7 +189,7 @@ chunk_scan.register_autograd(_differentiate, setup_context=_save)
 
 
 def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.chunk_size, ctx.backend, ctx.needed = inputs
+    *tensors, ctx.chunk_size, ctx.state_dtype, ctx.backend, ctx.needed = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors)
 
@@ -196,10 +202,11 @@ def _differentiate_twice(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...
     from tilegym_mamba2.backends.torch import chunked
 
     def backward(*views: Tensor | None) -> tuple[Tensor | None, ...]:
-        return chunked.mamba2_chunk_backward(*views, ctx.chunk_size, _state_dtype(tensors[0], None))
+        state_dtype = ctx.state_dtype or _state_dtype(tensors[0], None)
+        return chunked.mamba2_chunk_backward(*views, ctx.chunk_size, state_dtype)
 
     found = differentiate_again(backward, tensors, ctx.needs_input_grad, cotangents, ctx.needed)
-    return (*found, None, None, None)
+    return (*found, None, None, None, None)
 
 
 def refuse_second_derivative(op_name: str, backend: str) -> None:
@@ -342,7 +349,8 @@ class DirectScan(torch.autograd.Function):
         needed = ctx.needs_input_grad[3:]
         if torch.is_grad_enabled() or transforms_are_active(dout, dfinal_state):
             asked = [need and tensor is not None for need, tensor in zip(needed, inputs, strict=True)]
-            gradients = chunk_scan_backward(*inputs, dout, dfinal_state, ctx.chunk_size, "cutile", asked)
+            arguments = (*inputs, dout, dfinal_state, ctx.chunk_size, None, "cutile", asked)
+            gradients = chunk_scan_backward(*arguments)
             return (None, None, None, *where_needed(gradients, asked))
         from tilegym_mamba2.backends.cutile.backward import gradients as compute
 

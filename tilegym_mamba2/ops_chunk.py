@@ -198,8 +198,8 @@ def mamba2_chunk_backward(
     name, backward = registry.resolve(BACKWARD, backend, tensors)
     autograd.refuse_transform(BACKWARD, name)
     chunk_size = min(operator.index(chunk_size), MAX_CHUNK_SIZE)
-    if autograd.is_watched(name):
+    if autograd.is_watched(name) or not all_plain(tensors):
         needed = [tensor is not None for tensor in tensors[:7]]
-        results = autograd.chunk_scan_backward(*tensors, chunk_size, name, needed)
+        results = autograd.chunk_scan_backward(*tensors, chunk_size, state_dtype, name, needed)
         return autograd.where_needed(results, needed)
     return backward(*tensors, chunk_size, state_dtype)
