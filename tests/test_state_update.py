@@ -242,6 +242,18 @@ def test_no_rows(backend: str) -> None:
     assert out.shape == (0, 4, 3) and (pool == 1).all()
 
 
+@every_backend
+@pytest.mark.parametrize("token", [0, slice(None)], ids=["one", "several"])
+def test_no_slots(backend: str, token: Any) -> None:
+    values = EVERYTHING.values(PRECISION[backend][0])
+    pool = values["init_state"][:0]
+    with running(backend):
+        out = step(pool, values, token, state_indices=torch.tensor([-1, -1]), backend=backend)
+        assert out.shape == values["x"][:, token].shape and not out.any()
+        with pytest.raises(ValueError, match=r"^state_indices must be in \[-1, 0\), got 0 at index 1$"):
+            step(pool, values, token, state_indices=torch.tensor([-1, 0]), backend=backend)
+
+
 # ---- what torch puts around it
 
 

@@ -35,6 +35,10 @@ def mamba2_state_update(
     B, K, H, _ = x.shape
     if B == 0:
         return
+    # Without slots no row has one.
+    if state.shape[0] == 0:
+        out.zero_()
+        return
     work = working_dtype(state, x, dt, a, b, c, d, z, dt_bias)
     steps = step_size(dt, dt_bias, dt_softplus, dt_limit, work)
     x_work = x.to(work)
