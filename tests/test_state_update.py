@@ -384,6 +384,45 @@ def test_a_negated_view_is_not_written(as_on_a_gpu: list[int], name: str, known:
     assert str(raised.value) == f"{name} is written, and must not be a negated view (is_neg()), got one"
 
 
+def assert_inference_tensors_are_not_written(values: dict[str, Any], name: str, backend: str) -> None:
+    with torch.inference_mode():
+        inference = {"state": values["init_state"].clone(), "out": torch.zeros_like(values["x"])}
+    written = {"state": values["init_state"].clone(), "out": torch.zeros_like(values["x"])}
+    written[name] = inference[name]
+    before = {n: tensor.clone() for n, tensor in written.items()}
+    with torch.no_grad(), pytest.raises(ValueError) as raised:
+        step(written["state"], values, backend=backend, out=written["out"])
+    assert str(raised.value) == (
+        f"{name} is written, and must not be an inference tensor outside torch.inference_mode(), got one"
+    )
+    assert all(torch.equal(written[n], before[n]) for n in written)
+    with torch.inference_mode():
+        step(written["state"], values, backend=backend, out=written["out"])
+    assert not any(torch.equal(written[n], before[n]) for n in written)
+
+
+@every_backend
+@pytest.mark.parametrize("name", ["state", "out"])
+def test_an_inference_tensor_is_not_written_outside_its_mode(backend: str, name: str) -> None:
+    values = EVERYTHING.values(PRECISION[backend][0])
+    with running(backend):
+        assert_inference_tensors_are_not_written(values, name, backend)
+
+
+@pytest.mark.parametrize("name", ["state", "out"])
+@pytest.mark.parametrize("first", [torch.no_grad, torch.inference_mode])
+def test_a_known_form_writes_no_inference_tensor_outside_its_mode(
+    as_on_a_gpu: list[int], name: str, first: Callable
+) -> None:
+    values = EVERYTHING.values(torch.float32)
+    for _ in range(2):
+        with first():
+            written = values["init_state"].clone(), torch.zeros_like(values["x"])
+            for _ in range(2):
+                step(written[0], values, backend="cutile", out=written[1])
+        assert_inference_tensors_are_not_written(values, name, "cutile")
+
+
 def test_a_known_form_is_checked_for_overlap(as_on_a_gpu: list[int]) -> None:
     values = EVERYTHING.values(torch.float32)
     shape, size = values["x"].shape, values["init_state"].numel()

@@ -223,6 +223,10 @@ def _key(tensors: tuple[Tensor | None, ...], options: tuple | None, out: Tensor 
                     return None
         if any(tensor is not None and tensor.is_neg() for tensor in (*tensors, out)):
             return None
+        # Of one form with others, and not to be written there.
+        if tensors[0].is_inference() or (out is not None and out.is_inference()):
+            if not torch.is_inference_mode_enabled():
+                return None
         return form_of_step(*tensors, out), options
     except (AttributeError, RuntimeError):  # no tensor, or a sparse or nested one: validation says which
         return None

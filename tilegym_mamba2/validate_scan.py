@@ -349,10 +349,17 @@ def _told(value: Any) -> str:
 
 
 def _check_written(state: torch.Tensor, out: torch.Tensor | None) -> None:
-    """What is written must be written once: no element of state and out lies where another does."""
-    # Of other kinds (meta, fake, functional ones) nobody knows the memory.
-    given = {"state": state, "out": out}
-    given = {name: t for name, t in given.items() if type(t) in PLAIN and not t.is_meta and t.numel()}
+    """What is written may be, and once: no element of state and out lies where another does."""
+    # Of other kinds (fake, functional, meta ones) nobody knows the memory.
+    given = {name: t for name, t in (("state", state), ("out", out)) if type(t) in PLAIN}
+    for name, tensor in given.items():
+        # torch says so too, but after the kernel has written.
+        if tensor.is_inference() and not torch.is_inference_mode_enabled():
+            raise ValueError(
+                f"{name} is written, and must not be an inference tensor outside torch.inference_mode(), "
+                "got one"
+            )
+    given = {name: t for name, t in given.items() if not t.is_meta and t.numel()}
     for name, tensor in given.items():
         if tensor.is_neg():
             raise ValueError(f"{name} is written, and must not be a negated view (is_neg()), got one")
