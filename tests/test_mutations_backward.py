@@ -1,5 +1,6 @@
 """Kernels of the backward broken on purpose: a small problem through the interpreter has to notice each."""
 
+import contextlib
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -11,7 +12,7 @@ from tests.mutating import mutate
 from tilegym_mamba2 import interpreter, registry
 from tilegym_mamba2.backends.cutile import backward, backward_plan
 from tilegym_mamba2.backends.cutile.backward_config import BackwardConfig
-from tilegym_mamba2.budgets import check
+from tilegym_mamba2.budgets import check, relative_error
 from tilegym_mamba2.spec import SPECS, Mamba2ProblemSpec
 
 OP = "mamba2_chunk_backward"
@@ -19,6 +20,9 @@ ARGUMENTS = ("x", "a", "b", "c", "d", "dt", "init_state", "dout", "dfinal_state"
 # Segments of three and two tiles of 32 tokens, the last one short; two groups of two heads; P ≠ N.
 SPEC = replace(SPECS["fp32-slow"], batch_size=1, num_tokens=150, head_size=16, state_size=32)
 SPEC_OF_ONE_KERNEL = replace(SPEC, dtype=torch.bfloat16)
+# Short memory: the tokens next to saved states decide how exact da is, 3.2e-4 without them, 5e-6 with.
+SPEC_OF_NEAREST = replace(SPEC_OF_ONE_KERNEL, num_tokens=192, decay="published", seed=8)
+NEAREST_BUDGET = 3e-5
 # A segment of four tiles of 64 tokens, and a fifth alone.
 SPEC_OF_PAIRS = replace(SPEC_OF_ONE_KERNEL, num_tokens=318, seed=1)
 CONFIG_OF_PAIRS = BackwardConfig(min_segment_tiles=4, segment_blocks=10**4, piece_blocks=1)
@@ -40,12 +44,12 @@ MUTATIONS = {
         "earlier + ct.sum(dweights_t * weights_t * dt, axis=1, keepdims=True)",
     ),
     "v decays from the tile's start": ("bwd_tokens", "v = v * until_exit", "v = v * across"),
-    "the state's gradient does not decay": (
+    "states do not decay": (
         "bwd_states",
-        "dstate * last_of_row(rows_tile, ROW_EXP_G)",
-        "dstate",
+        "state = state * last_of_row(rows_tile, ROW_EXP_G)",
+        "state = state",
     ),
-    "the walk back goes forwards": ("bwd_states", "tile = count - 1 - k", "tile = k"),
+    "the walk back goes forwards": ("bwd_states", "number = num_saved - 1 - k", "number = k"),
     "dfinal_state is dropped": (
         "bwd_states",
         "if HAS_DFINAL:\n            border",
@@ -120,8 +124,9 @@ MUTATIONS_OF_ONE_KERNEL = {
 }
 # Of that kernel's tiles in pairs.
 MUTATIONS_OF_PAIRS = {
-    "a pair's second tile saves its states": ("bwd_states", "(k + 1) % EVERY == 0", "k % EVERY == 0"),
-    "the last of the saved gradients is left out": ("bwd_states", "(k == 0) | ", "(k < 0) | "),
+    "a pair's second tile is not taken up": ("bwd_states", "ct.minimum(EVERY, count - tile)", "1"),
+    "the last of the saved gradients is left out": ("bwd_states", "ct.cdiv(count, EVERY)", "count // EVERY"),
+    "a pair's tiles are taken up in order": ("bwd_states", "here = last - j", "here = number * EVERY + j"),
     "a tile without a partner has one": ("bwd_pairs", "ct.where(exists, 1.0, 0.0)", "1.0"),
     "the partner is the next tile": ("bwd_pairs", "ct.where(exists, other, number)", "number + 1"),
     "the partner's decay is forgotten": (
@@ -164,6 +169,17 @@ MUTATIONS_OF_PAIRS = {
     ),
     "a sum's shares are those of other sums": ("bwd_decay", "count * which + share", "which + share"),
     "half of what is carried is left out": ("bwd_decay", "row + shape[1] + late", "row + late"),
+}
+# Of what makes up for the rounding of saved states.
+MUTATIONS_OF_NEAREST = {
+    "no token meets an entry state": ("bwd_states", "ROW_EXP_G) * g", "ROW_EXP_G) * 0.0"),
+    "tokens before an exit count from the entry": ("bwd_states", "(last_of_row(rows_tile, ROW_G) - g)", "g"),
+    "the first tokens stand for the last": ("bwd_states", "L // NEAREST - 1\n", "0\n"),
+    "one share takes another's place": ("bwd_states", "segment * parts + part", "segment * parts"),
+    "only every second column counts": ("bwd_states", "ct.sum(felt, axis=1)", "0.5 * ct.sum(felt, axis=1)"),
+    "the share of one direction is left out": ("bwd_decay", "< cut_off_count", "< cut_off_count - 1"),
+    "shares are taken away": ("bwd_decay", "total + ct.sum(cut_off)", "total - ct.sum(cut_off)"),
+    "the rate is that of exp": ("bwd_decay", ".item() * _LOG2_E", ".item()"),
 }
 # Importers come after what they import, to see its mutant.
 MODULES = ("bwd_tiles", "bwd_states", "bwd_tokens", "bwd_groups", "bwd_pairs", "bwd_gradients", "bwd_decay")
@@ -224,3 +240,31 @@ def test_broken_kernels_are_caught(monkeypatch: pytest.MonkeyPatch, name: str) -
 def test_broken_kernels_of_bfloat16_are_caught(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     mutate(monkeypatch, backward_plan, MODULES, HOST_NAMES, MUTATIONS_OF_ONE_KERNEL[name])
     assert broken_outputs(SPEC_OF_ONE_KERNEL)
+
+
+def da_by(nearest_tokens: int = 16, decay: str = "published") -> torch.Tensor:
+    inputs = problem(replace(SPEC_OF_NEAREST, decay=decay))
+    config = replace(CONFIG_OF_PAIRS, nearest_tokens=nearest_tokens)
+    backward._plans.clear()
+    try:
+        with interpreter.interpret(), BackwardConfig.override(config):
+            return backward.mamba2_chunk_backward(*(inputs[name] for name in ARGUMENTS))[1]
+    finally:
+        backward._plans.clear()
+
+
+def test_nearest_tokens_make_up_for_rounding() -> None:
+    exact = problem(SPEC_OF_NEAREST)["da"]
+    assert relative_error(da_by(16), exact) < NEAREST_BUDGET
+    assert relative_error(da_by(0), exact) > 5 * NEAREST_BUDGET
+
+
+@pytest.mark.parametrize("name", MUTATIONS_OF_NEAREST)
+def test_broken_nearest_tokens_are_caught(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    mutate(monkeypatch, backward_plan, MODULES, HOST_NAMES, MUTATIONS_OF_NEAREST[name])
+    with contextlib.suppress(interpreter.InterpreterError):
+        assert relative_error(da_by(), problem(SPEC_OF_NEAREST)["da"]) > NEAREST_BUDGET
+
+
+def test_long_memory_needs_no_nearest_tokens() -> None:
+    assert torch.equal(da_by(16, "slow"), da_by(0, "slow"))

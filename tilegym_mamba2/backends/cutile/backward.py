@@ -5,7 +5,8 @@
     chunk_rows                         what the decay contributes, per token
     segment_borders, pass_borders      the state H at the entry of every segment, the gradient dH' at its exit
     then, for some segments at a time:
-        tile_states                    H at the entry and dH' at the exit of every tile, or pair of tiles
+        tile_states                    H at the entry and dH' at the exit of every tile, or pair of tiles, and
+                                       what their rounding to bfloat16 takes from da
         compute_dx                     dx, and sums per token
         compute_dbc                    db, dc, summed over the heads of a group
         compute_gradients              instead of the two, where a head's state is one tile
@@ -19,8 +20,8 @@ gradients are the same bits in every run. Copies that are made: x, b, c or dout 
 contiguous, a dout that repeats elements, and all token arrays where the rows of one are no multiple of 16
 bytes, see `aligned`. Scratch: two states (P, N) for every tile and head of the segments at hand, in bfloat16
 for bfloat16 inputs, else float32 (at P 64, N 128 at most 537 MB, or 805 where that is enough for all segments
-at once, however long the sequence; in `compute_gradients` up to N 128 and in `bwd_sides` for every second
-tile, half of that); 36 bytes a token and head, 68 in `compute_gradients` and some 90 in `bwd_sides`; two
+at once, however long the sequence; but on sm_100, in `compute_gradients` up to N 128 and in `bwd_sides` for
+every second tile, half of that); 36 bytes a token and head, 68 in `compute_gradients` and some 90 in `bwd_sides`; two
 float32 states a segment and head; and where a group of many heads is cut in parts, db and dc in float32 for
 each part.
 """
@@ -121,6 +122,8 @@ class Scratch:
         # Of each lane, the states at entries and the gradients of those at exits.
         self.saved = [self._saved() for _ in range(plan.lanes)] if plan.pieces else []
         self.entries = self.empty("segments") if plan.keeps_entries else self.exits
+        # Something must stand in for what is not wanted.
+        self.cut_offs = self.empty("cut_offs") if plan.cuts_off else self.rows
 
     def _saved(self) -> tuple[torch.Tensor, torch.Tensor]:
         dexit_states = self.empty("tiles", self._plan.saved_dtype)
@@ -188,7 +191,9 @@ class Run:
             dd = results["d"] if plan.writes_dd else da
             dbias = results.get("dt_bias", da)
             written = {"da": da, "dd": dd, "ddt_bias": dbias}
-            launches.append(plan.sum_heads.launch((partial, da, dd, dbias), written))
+            cut_offs = scratch.cut_offs.flatten(1).unsqueeze(0) if plan.cuts_off else partial
+            arrays = (self.a, partial, cut_offs, da, dd, dbias)
+            launches.append(plan.sum_heads.launch(arrays, written))
         if plan.sum_parts is not None:
             arrays = (self.db, self.dc, results["b"], results["c"])
             launches.append(plan.sum_parts.launch(arrays, {"db": results["b"], "dc": results["c"]}))
@@ -242,6 +247,7 @@ class Run:
                 outputs["dinit_state"] = dinit
         borders = (piece.of(scratch.entries), piece.of(scratch.exits))
         arrays = (x, b, c, rows, dout, *borders, *self.ends, self.table, *saved, dinit_view)
+        arrays += (piece.of(scratch.cut_offs, 1),)
         launches = [piece.tile_states.launch(arrays, self.written(outputs))]
         of_tokens, of_groups, tokens_written, groups_written = (), (), {}, {}
         if plan.finish_dt is not None:

@@ -22,8 +22,8 @@ class BackwardConfig:
     """One configuration of the backward's kernels.
 
     The result depends on `tile_tokens`, the segments, `part_blocks`, `group_tile_n_max`, `weigh_last`,
-    `paired`, the choice and pairs of `sides`, `remainders` and the numbers of parts; the rest only moves time
-    and memory.
+    `paired`, the choice and pairs of `sides`, `remainders`, `nearest_tokens` and the numbers of parts; the
+    rest only moves time and memory.
     """
 
     tile_tokens: int = 64
@@ -85,7 +85,10 @@ class BackwardConfig:
     # decays 2.86e-3 to 2.74e-3. Of the published benchmark `compute_gradients` 298 us, one head of four 299,
     # of two 303. 0: none has.
     remainders: int = 3
-    sum_tile: int = 256
+    # So many tokens next to a saved state make up, in da, for its rounding to bfloat16 where memory is short:
+    # of the publication's inputs 2.4e-4 to 1.4e-5, of violent decay 1.2e-3 to 8.4e-4. 0: none do.
+    nearest_tokens: int = 16
+    sum_tile: int = 1024
     # dd (H, P): tiles of tokens that a block sums up, and how many of those sums at a time.
     skip_tiles: int = 16
     skip_latency: int = 3
@@ -205,6 +208,12 @@ def default_config(arch: str, precision: int, head_shape: tuple[int, int], state
         # two or four, 568 in one; 128 heads 914, 840 in two, 790 in one.
         config = dataclasses.replace(config, segment_blocks=80, max_segment_tiles=128, part_blocks=264)
         config = dataclasses.replace(config, piece_blocks=128, lanes=1)
+    if arch != "sm_90":
+        # They would cost the walk 90 to 120 bytes of spills or, on sm_100, the copy engine's warp.
+        config = dataclasses.replace(config, nearest_tokens=0)
+    if arch in ("sm_100", "sm_103"):
+        # tileiras 13.4 does not compile the walk over pairs of tiles there.
+        config = dataclasses.replace(config, paired=False, side_pairs=False)
     if arch not in ("sm_90", "sm_100", "sm_103"):
         # Where products take their sums from ordinary registers, all gradients at once spill.
         config = dataclasses.replace(config, fused_tile_n_max=0)

@@ -20,6 +20,7 @@ from .kernels import bwd_sides as _sides
 from .kernels import bwd_states as _states
 from .kernels import bwd_tiles as _tiles
 from .kernels import bwd_tokens as _tokens
+from .kernels.products import BF16
 from .kernels.scan_out import NO_SKIP, SKIP_PER_CHANNEL, SKIP_PER_HEAD
 from .launch import INT32_REACH, Lanes, Launch, Seen, Step, hinted, needs_wide, run_plan
 from .ragged import Ragged
@@ -120,6 +121,8 @@ class Plan:
     in_sides: bool = False
     # Whether the states at the segments' entries are kept.
     keeps_entries: bool = False
+    # Whether da is given what the rounding of saved states takes from it.
+    cuts_off: bool = False
     # Whether finish_dt and sum_heads give dd as well.
     writes_dd: bool = False
     segment_borders: Step | None = None
@@ -201,6 +204,8 @@ def make_plan(problem: Problem, tensors: dict[str, torch.Tensor | None], plan: P
     else:
         drows = (_tokens.NUM_DROWS, rows, heads, pad_count(tiles), tile)
     score_tiles = _sides.SCORES_OF_PAIR if paired else _sides.SCORES_ALONE
+    # Of each batch row and head, one for each block that walks.
+    cut_offs = segments * 2 * p_tiles * n_tiles
     plan.shapes = {
         "rows": (4, rows, heads, pad_count(tiles), tile),
         "drows": drows,
@@ -210,6 +215,7 @@ def make_plan(problem: Problem, tensors: dict[str, torch.Tensor | None], plan: P
         # Columns in one axis with rows of tiles: one of size 1 would be another compilation.
         "dscores": (rows_at_once, pad_count(tiles_at_once), groups * parts * score_tiles * tile, tile),
         "segments": (rows, heads, pad_count(borders), head_size, state_size),
+        "cut_offs": (heads, rows, 4 * (math.ceil(cut_offs / 4) | 1)),
         "segment_decay": (rows, heads, pad_count(borders)),
         # Never a multiple of 16, which would be another compilation.
         "parts": (batch, tokens, groups * parts + (groups * parts % 16 == 0), state_size),
@@ -221,6 +227,9 @@ def make_plan(problem: Problem, tensors: dict[str, torch.Tensor | None], plan: P
     builder = Builder(problem, dims, (tiles_per_segment, heads // groups, tiles), precision, config, wide)
     builder.forward, builder.segments = forward, segments
     builder.fused, builder.paired, builder.in_shares = fused, paired, in_shares
+    builder.nearest = config.nearest_tokens if "a" in problem.needed and precision == BF16 else 0
+    plan.cuts_off = builder.nearest > 0
+    builder.cut_offs = (cut_offs, plan.shapes["cut_offs"][2])
     builder.n_parts, builder.overlap_parts = n_parts, overlap_parts
     plan.in_shares, plan.in_sides = in_shares, in_sides
     if problem.steps is None:
@@ -292,6 +301,8 @@ class Builder:
     in_shares: bool
     n_parts: int
     overlap_parts: int
+    nearest: int
+    cut_offs: tuple[int, int]
 
     def __init__(
         self,
@@ -343,7 +354,7 @@ class Builder:
         problem, config = self.problem, self.config
         states = (problem.has_init, problem.has_dfinal) if self.ragged else (False, False)
         every = 2 if self.paired else 1
-        flags = (entries, problem.has_init, self.ragged, *states, every, config.uptake_parts)
+        flags = (entries, problem.has_init, self.ragged, *states, every, config.uptake_parts, self.nearest)
         hints = (config.state_occupancy, config.state_latency)
         return self._state_step(_states.tile_states, part, hints, entries, flags)
 
@@ -479,6 +490,8 @@ class Builder:
         return Step(kernel, grid, constants)
 
     def sum_heads(self) -> Step:
-        flags = (self.has_d, self.problem.steps is not None and self.problem.steps[0])
-        constants = (self.batch * self.tiles, self.config.sum_tile, flags)
+        has_bias = self.problem.steps is not None and self.problem.steps[0]
+        flags = (self.has_d, has_bias, self.nearest > 0)
+        counts = (self.batch * self.tiles, *self.cut_offs)
+        constants = (*counts, self.config.sum_tile, flags)
         return Step(hinted(_decay.sum_heads, self.wide), (self.heads,), constants)

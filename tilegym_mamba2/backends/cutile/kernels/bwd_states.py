@@ -21,6 +21,7 @@ from .products import BF16, product, product_of_parts, rounded_off
 from .scan_table import LEFT, POSITION, SEQUENCE, TILE, entry, tokens_of_slot, window
 from .tiles import (
     ROW_EXP_G,
+    ROW_G,
     ROW_STATE_WEIGHT,
     ConstInt,
     ConstTuple,
@@ -34,6 +35,9 @@ from .tiles import (
     row,
     store_state,
 )
+
+# How much of a state is left after a tile of tokens, for one that lives some 46 of them.
+_REMEMBERED = 0.25
 
 
 def taken_up(tokens, weight):
@@ -243,48 +247,153 @@ def pass_borders(
             store_state(states, (batch, head, num_segments - 1, p_tile, n_tile), border)
 
 
-def walk_forwards(per_head, per_group, rows, state, entry_states, place, options):
+def take_up(state, arrays, which, tile, at, place, options):
+    """A state after it decayed over a tile of tokens and took them up, weighted by the row `which`.
+
+    arrays: (per_head, per_group, rows); tile: its number in rows, at: in the other two; place: (batch, head,
+    p_tile, n_tile, group); options: (L, TILE_P, TILE_N, precision, latency, EVERY, PARTS, NEAREST).
+    """
+    batch, head, p_tile, n_tile, group = place
+    L, TILE_P, TILE_N, PRECISION, LATENCY, EVERY, PARTS, NEAREST = options
+    per_head, per_group, rows = arrays
+    group_tile = load_tokens(per_group, (batch, at, group, n_tile), (L, TILE_N), LATENCY)
+    head_tile = load_tokens(per_head, (batch, at, head, p_tile), (L, TILE_P), LATENCY)
+    rows_tile = load_rows(rows, (batch, head, tile), L, LATENCY)
+    weighted = taken_up(head_tile, row(rows_tile, which))
+    state = state * last_of_row(rows_tile, ROW_EXP_G)
+    return product_of_parts(weighted, group_tile, state, PRECISION, PARTS)
+
+
+def add_cut_off(cut_off, state, arrays, FORWARDS, tile, at, place, options):
+    """cut_off (P, 4) + what a state loses when it is saved in bf16, as the NEAREST tokens of `tile` feel it
+    in da:
+
+        Σ_i exp2(g_i) g_i  dY_i · (C_i δᵀ)                            H: the first tokens of the tile
+        Σ_j exp2(g_last − g_j) dt_j (g_last − g_j)  x_j · (B_j δᵀ)     dH': the last tokens of the tile
+
+    These are a∘log2(e) times too large, as g is made of a. Four columns: of every eight of a product a thread
+    has two, so that none waits for another.
+    """
+    batch, head, p_tile, n_tile, group = place
+    L, TILE_P, TILE_N, PRECISION, LATENCY, EVERY, PARTS, NEAREST = options
+    per_head, per_group, rows = arrays
+    part = 0 if FORWARDS else L // NEAREST - 1
+    # Tokens that do not exist weigh nothing, so any may stand in for them.
+    at = ct.minimum(at * (L // NEAREST) + part, ct.cdiv(per_group.shape[1], NEAREST) - 1)
+    group_tile = load_tokens(per_group, (batch, at, group, n_tile), (NEAREST, TILE_N), LATENCY)
+    head_tile = load_tokens(per_head, (batch, at, head, p_tile), (NEAREST, TILE_P), LATENCY)
+    rows_tile = load_rows(rows, (batch, head, tile), L, LATENCY)
+    g = row(rows_tile, ROW_G)
+    if FORWARDS:
+        weight = row(rows_tile, ROW_EXP_G) * g
+    else:
+        weight = row(rows_tile, ROW_STATE_WEIGHT) * (last_of_row(rows_tile, ROW_G) - g)
+    weight = ct.extract(weight, (part,), (NEAREST,))
+    none = ct.zeros((TILE_P, NEAREST), ct.float32)
+    felt = product(rounded_off(state), group_tile.transpose(), none, PRECISION)
+    felt = felt * taken_up(head_tile, weight)
+    felt = ct.sum(felt.reshape((TILE_P, NEAREST // 8, 4, 2)), axis=3)
+    return cut_off + ct.sum(felt, axis=1)
+
+
+def store_entries(arrays, meeting, state, entry_states, place, span, options):
     """Stores the state at the entry of every EVERY-th tile of a segment, first tile first, from that of the
-    segment.
+    segment; returns what these lose, see `add_cut_off`.
 
-    per_head x, per_group b; place: (batch, head, p_tile, n_tile, group, first tile, first tile in per_head
-    and per_group, first saved state, tiles); options: (L, TILE_P, TILE_N, precision, latency, EVERY,
-    PARTS).
+    arrays: (x, b, rows); meeting: (dout, c, rows), whose tokens meet the states; span: (first tile, first
+    tile in x and b, first saved state, tiles); place and options: as in `take_up`. Loads are never under a
+    condition in a loop: on sm_90 (tileiras 13.4) the copy engine's warp then waits for ever.
     """
-    batch, head, p_tile, n_tile, group, first, at, saved, count = place
-    L, TILE_P, TILE_N, PRECISION, LATENCY, EVERY, PARTS = options
+    batch, head, p_tile, n_tile, _ = place
+    first, at, saved, count = span
+    EVERY, NEAREST = options[5], options[7]
+    cut_off = ct.zeros((options[1], 4), ct.float32)
     store_state(entry_states, (batch, head, saved, p_tile, n_tile), state)
+    if NEAREST:
+        cut_off = add_cut_off(cut_off, state, meeting, True, first, at, place, options)
     # Past the last that is stored, none is asked for.
-    for k in range((count - 1) // EVERY * EVERY):
-        b_tile = load_tokens(per_group, (batch, at + k, group, n_tile), (L, TILE_N), LATENCY)
-        x_tile = load_tokens(per_head, (batch, at + k, head, p_tile), (L, TILE_P), LATENCY)
-        rows_tile = load_rows(rows, (batch, head, first + k), L, LATENCY)
-        weighted = taken_up(x_tile, row(rows_tile, ROW_STATE_WEIGHT))
-        state = state * last_of_row(rows_tile, ROW_EXP_G)
-        state = product_of_parts(weighted, b_tile, state, PRECISION, PARTS)
-        if (k + 1) % EVERY == 0:
-            store_state(entry_states, (batch, head, saved + (k + 1) // EVERY, p_tile, n_tile), state)
+    for k in range((count - 1) // EVERY):
+        tile = k * EVERY
+        if EVERY == 1:
+            state = take_up(state, arrays, ROW_STATE_WEIGHT, first + tile, at + tile, place, options)
+        else:
+            for j in range(ct.minimum(EVERY, count - tile)):
+                here = tile + j
+                state = take_up(state, arrays, ROW_STATE_WEIGHT, first + here, at + here, place, options)
+        tile = tile + EVERY
+        store_state(entry_states, (batch, head, saved + k + 1, p_tile, n_tile), state)
+        if NEAREST:
+            cut_off = add_cut_off(cut_off, state, meeting, True, first + tile, at + tile, place, options)
+    return cut_off
 
 
-def walk_backwards(per_head, per_group, rows, dstate, dexit_states, place, options):
+def store_exits(arrays, meeting, dstate, dexit_states, place, span, options):
     """Stores the gradient of the state at the exit of every EVERY-th tile and of the last, last tile first,
-    from that of the segment; returns that of the entry.
+    from that of the segment; returns that of the entry, and what the stored lose.
 
-    per_head dout, per_group c; place and options as in `walk_forwards`.
+    arrays: (dout, c, rows); meeting: (x, b, rows); the rest as in `store_entries`.
     """
-    batch, head, p_tile, n_tile, group, first, at, saved, count = place
-    L, TILE_P, TILE_N, PRECISION, LATENCY, EVERY, PARTS = options
-    for k in range(count):
-        tile = count - 1 - k
-        if (k == 0) | ((tile + 1) % EVERY == 0):
-            store_state(dexit_states, (batch, head, saved + tile // EVERY, p_tile, n_tile), dstate)
-        c_tile = load_tokens(per_group, (batch, at + tile, group, n_tile), (L, TILE_N), LATENCY)
-        dy_tile = load_tokens(per_head, (batch, at + tile, head, p_tile), (L, TILE_P), LATENCY)
-        rows_tile = load_rows(rows, (batch, head, first + tile), L, LATENCY)
-        weighted = taken_up(dy_tile, row(rows_tile, ROW_EXP_G))
-        dstate = dstate * last_of_row(rows_tile, ROW_EXP_G)
-        dstate = product_of_parts(weighted, c_tile, dstate, PRECISION, PARTS)
-    return dstate
+    batch, head, p_tile, n_tile, _ = place
+    first, at, saved, count = span
+    EVERY, NEAREST = options[5], options[7]
+    cut_off = ct.zeros((options[1], 4), ct.float32)
+    num_saved = ct.cdiv(count, EVERY)
+    for k in range(num_saved):
+        number = num_saved - 1 - k
+        tiles = ct.minimum(EVERY, count - number * EVERY)
+        last = number * EVERY + tiles - 1
+        store_state(dexit_states, (batch, head, saved + number, p_tile, n_tile), dstate)
+        if NEAREST:
+            cut_off = add_cut_off(cut_off, dstate, meeting, False, first + last, at + last, place, options)
+        if EVERY == 1:
+            dstate = take_up(dstate, arrays, ROW_EXP_G, first + last, at + last, place, options)
+        else:
+            # tileiras 13.4 does not compile this loop for sm_100.
+            for j in range(tiles):
+                here = last - j
+                dstate = take_up(dstate, arrays, ROW_EXP_G, first + here, at + here, place, options)
+    return dstate, cut_off
+
+
+def remembers(arrays, place, span, options):
+    """Whether a state outlives its first tile of tokens: what the nearest feel of its rounding is then little
+    of what all feel."""
+    rows = arrays[2]
+    tile = ct.minimum(span[0], rows.shape[3] - 1)
+    rows_tile = load_rows(rows, (place[0], place[1], tile), options[0], 1)
+    return last_of_row(rows_tile, ROW_EXP_G) > _REMEMBERED
+
+
+def walk_forwards(arrays, meeting, state, entry_states, place, span, options):
+    """`store_entries`, with no more work than pays: 5 % of the backward of a layer are saved."""
+    if options[7] == 0:
+        return store_entries(arrays, meeting, state, entry_states, place, span, options)
+    if remembers(arrays, place, span, options):
+        without = (*options[:7], 0)
+        cut_off = store_entries(arrays, meeting, state, entry_states, place, span, without)
+    else:
+        cut_off = store_entries(arrays, meeting, state, entry_states, place, span, options)
+    return cut_off
+
+
+def walk_backwards(arrays, meeting, dstate, dexit_states, place, span, options):
+    """`store_exits`, as `walk_forwards`."""
+    if options[7] == 0:
+        return store_exits(arrays, meeting, dstate, dexit_states, place, span, options)
+    if remembers(arrays, place, span, options):
+        without = (*options[:7], 0)
+        dstate, cut_off = store_exits(arrays, meeting, dstate, dexit_states, place, span, without)
+    else:
+        dstate, cut_off = store_exits(arrays, meeting, dstate, dexit_states, place, span, options)
+    return dstate, cut_off
+
+
+def store_cut_off(cut_offs, place, p_tiles, segment, direction, cut_off):
+    """A block's share of a head's da in a (H, B, ≥ segments · parts) array."""
+    batch, head, p_tile, n_tile, _ = place
+    part = 2 * (n_tile * p_tiles + p_tile) + direction
+    parts = 2 * p_tiles * ct.num_blocks(1)
+    ct.store(cut_offs, (head, batch, segment * parts + part), ct.sum(cut_off).reshape((1, 1, 1)))
 
 
 @ct.kernel
@@ -302,6 +411,7 @@ def tile_states(
     entry_states,
     dexit_states,
     dinit_state,
+    cut_offs,
     sizes: tuple,
     L: ConstInt,
     TILE_P: ConstInt,
@@ -313,23 +423,26 @@ def tile_states(
     """The state at the entry of every tile of some segments, and the gradient of the one at its exit.
 
     Grid: (B · segments · ceil(P / TILE_P) · H, ceil(N / TILE_N), 2): the walk backwards, then, if ENTRIES,
-    the one forwards. FLAGS: (ENTRIES, WRITE_DINIT, RAGGED, HAS_INIT, HAS_DFINAL, EVERY, PARTS). sizes: see
-    `decode_segment`. EVERY: how many tiles of a segment share one pair of states, that at the entry of the
-    first and that at the exit of the last; a segment that others follow has a multiple of it. PARTS: in how
-    many bf16 parts a state takes up weighted tokens.
+    the one forwards. FLAGS: (ENTRIES, WRITE_DINIT, RAGGED, HAS_INIT, HAS_DFINAL, EVERY, PARTS, NEAREST).
+    sizes: see `decode_segment`. EVERY: how many tiles of a segment share one pair of states, that at the
+    entry of the first and that at the exit of the last; a segment that others follow has a multiple of it.
+    PARTS: in how many bf16 parts a state takes up weighted tokens. NEAREST: so many tokens next to a saved
+    state make up, in da, for its rounding; 0: none do.
     x, dout (B, T, H, P), b, c (B, T, G, N), rows (4, B, H, ≥ tiles, L), segment_entries and segment_exits
     (B, H, ≥ segments, P, N) float32; writes entry_states and dexit_states (B, H, ≥ tiles / EVERY, P, N),
-    where tile 0 is the first asked for, and, in the sequence's first segment if WRITE_DINIT, dinit_state
-    (B, H, 1, P, N).
+    where tile 0 is the first asked for, in the sequence's first segment if WRITE_DINIT dinit_state
+    (B, H, 1, P, N), and if NEAREST cut_offs (H, B, ≥ segments · 2 · tiles of P and N), see `add_cut_off`.
 
     RAGGED: a slot's states are where `first_saved` says; reads init_state and dfinal_state (S, H, P, N), if
     HAS_INIT and HAS_DFINAL, where a sequence begins and ends, and the borders only between.
     """
-    ENTRIES, WRITE_DINIT, RAGGED, HAS_INIT, HAS_DFINAL, EVERY, PARTS = FLAGS
+    ENTRIES, WRITE_DINIT, RAGGED, HAS_INIT, HAS_DFINAL, EVERY, PARTS, NEAREST = FLAGS
     batch, head, p_tile, segment, group, first, count = decode_segment(dout, TILE_P, sizes)
     n_tile = ct.bid(1)
     shape = (TILE_P, TILE_N)
-    options = (L, TILE_P, TILE_N, PRECISION, LATENCY, EVERY, PARTS)
+    options = (L, TILE_P, TILE_N, PRECISION, LATENCY, EVERY, PARTS, NEAREST)
+    p_tiles = ct.num_tiles(dout, axis=3, shape=(1, 1, 1, TILE_P))
+    place = (batch, head, p_tile, n_tile, group)
     at, saved = first, (first - sizes[3] * sizes[0]) // EVERY
     sequence, position, left = batch, segment, 0
     if RAGGED:
@@ -337,12 +450,15 @@ def tile_states(
         left = entry(table, segment, LEFT)
         # A segment of padding, or unused. An empty sequence has work: its gradient goes straight through.
         if left < 0:
+            if NEAREST:
+                none = ct.zeros((1, 1), ct.float32)
+                store_cut_off(cut_offs, place, p_tiles, segment, ct.bid(2), none)
             return
         span = tokens_of_slot(table, segment)
         first, at, count = entry(table, segment, TILE), 0, ct.cdiv(span[2] - span[1], L)
         saved = first_saved(table, segment, sizes[3], EVERY)
         x, b, c, dout = window(x, *span), window(b, *span), window(c, *span), window(dout, *span)
-    place = (batch, head, p_tile, n_tile, group, first, at, saved, count)
+    span = (first, at, saved, count)
     if ct.bid(2) == 0:
         if RAGGED:
             dstate = ct.zeros(shape, ct.float32)
@@ -354,12 +470,17 @@ def tile_states(
                     dstate = load_single_state(dfinal_state, (sequence, head, p_tile, n_tile), shape, 1)
         else:
             dstate = load_state(segment_exits, (batch, head, segment, p_tile, n_tile), shape, 1)
-        dstate = walk_backwards(dout, c, rows, dstate, dexit_states, place, options)
+        arrays, meeting = (dout, c, rows), (x, b, rows)
+        dstate, cut_off = walk_backwards(arrays, meeting, dstate, dexit_states, place, span, options)
+        if NEAREST:
+            store_cut_off(cut_offs, place, p_tiles, segment, 0, cut_off)
         if WRITE_DINIT:
             if position == 0:
                 store_state(dinit_state, (sequence, head, 0, p_tile, n_tile), dstate)
     else:
         if ENTRIES:
+            arrays, meeting = (x, b, rows), (dout, c, rows)
+            cut_off = ct.zeros((TILE_P, 4), ct.float32)
             if RAGGED:
                 state = ct.zeros(shape, ct.float32)
                 if position > 0:
@@ -369,7 +490,9 @@ def tile_states(
                     if HAS_INIT:
                         state = load_single_state(init_state, (sequence, head, p_tile, n_tile), shape, 1)
                 if count > 0:
-                    walk_forwards(x, b, rows, state, entry_states, place, options)
+                    cut_off = walk_forwards(arrays, meeting, state, entry_states, place, span, options)
             else:
                 state = load_state(segment_entries, (batch, head, segment, p_tile, n_tile), shape, 1)
-                walk_forwards(x, b, rows, state, entry_states, place, options)
+                cut_off = walk_forwards(arrays, meeting, state, entry_states, place, span, options)
+            if NEAREST:
+                store_cut_off(cut_offs, place, p_tiles, segment, 1, cut_off)
