@@ -20,10 +20,10 @@ gradients are the same bits in every run. Copies that are made: x, b, c or dout 
 contiguous, a dout that repeats elements, and all token arrays where the rows of one are no multiple of 16
 bytes, see `aligned`. Scratch: two states (P, N) for every tile and head of the segments at hand, in bfloat16
 for bfloat16 inputs, else float32 (at P 64, N 128 at most 537 MB, or 805 where that is enough for all segments
-at once, however long the sequence; but on sm_100, in `compute_gradients` up to N 128 and in `bwd_sides` for
-every second tile, half of that); 36 bytes a token and head, 68 in `compute_gradients` and some 90 in `bwd_sides`; two
-float32 states a segment and head; and where a group of many heads is cut in parts, db and dc in float32 for
-each part.
+at once, however long the sequence; half of that in `compute_gradients` up to N 128 and in `bwd_sides`, which
+but on sm_100 have them for every second tile); 36 bytes a token and head, 68 in `compute_gradients` and some
+90 in `bwd_sides`; two float32 states a segment and head; and where a group of many heads is cut in parts, db
+and dc in float32 for each part.
 """
 
 from collections.abc import Sequence
