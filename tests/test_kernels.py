@@ -41,12 +41,17 @@ def draw(spec: Mamba2ProblemSpec) -> dict[str, Any]:
 
 
 def assert_close(
-    what: str, got: torch.Tensor, ref: torch.Tensor, spec: Mamba2ProblemSpec, slack: float = 1.0
+    what: str,
+    got: torch.Tensor,
+    ref: torch.Tensor,
+    spec: Mamba2ProblemSpec,
+    slack: float = 1.0,
+    room: float = 0.0,
 ) -> None:
-    """Within the budget of `out` or `final_state`, whichever `what` is named after."""
+    """Within the budget of `out` or `final_state`, whichever `what` is named after, and `room` on top."""
     assert got.shape == ref.shape
     output = "out" if what == "out" else "final_state"
-    budget = slack * budget_for(ENTRY, output, spec.dtype, spec.decay, ref, got.dtype)
+    budget = slack * budget_for(ENTRY, output, spec.dtype, spec.decay, ref, got.dtype) + room
     assert relative_error(got, ref) <= budget, f"{what} of {spec.id}: {relative_error(got, ref)} > {budget}"
 
 
@@ -568,8 +573,11 @@ def test_any_problem_at_any_configuration(problem: Any) -> None:
         bound = float64_reference(inputs | sizes | {"a": inputs["a"]})["out"]
         scale = (bound.norm() / expected["out"].norm()).clamp(min=1)
         results["out"] = expected["out"] + (results["out"] - expected["out"]) / scale
+    # A decay between two tokens is the difference of two float32 sums over a tile.
+    exponents = (inputs["dt"].double() * inputs["a"].double().abs()).split(config.tile_tokens, dim=1)
+    room = 2**-24 * max(exponent.sum(1).max().item() for exponent in exponents)
     for output, got in results.items():
-        assert_close(output, got, expected[output], spec, slack=1.3)
+        assert_close(output, got, expected[output], spec, slack=1.3, room=min(room, 1e-4))
 
 
 def test_specs_for_tests_cover_what_the_kernels_distinguish() -> None:
