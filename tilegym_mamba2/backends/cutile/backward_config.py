@@ -22,8 +22,9 @@ class BackwardConfig:
     """One configuration of the backward's kernels.
 
     The result depends on `tile_tokens`, the segments, `part_blocks`, `group_tile_n_max`, `weigh_last`,
-    `paired`, the choice and pairs of `sides`, `remainders`, `nearest_tokens` and the numbers of parts; the
-    rest only moves time and memory.
+    `paired`, the choice and pairs of `sides`, `remainders`, `nearest_tokens` and the numbers of parts, and in
+    its last bits on `token_tile_n_max`, `side_token_tile_n`, `skip_tiles` and `sum_tile`; the rest only moves
+    time and memory.
     """
 
     tile_tokens: int = 64

@@ -314,7 +314,7 @@ def store_entries(arrays, meeting, state, entry_states, place, span, options):
     # Past the last that is stored, none is asked for.
     for k in range((count - 1) // EVERY):
         tile = k * EVERY
-        if EVERY == 1:
+        if EVERY == 1 and NEAREST == 0:
             state = take_up(state, arrays, ROW_STATE_WEIGHT, first + tile, at + tile, place, options)
         else:
             for j in range(ct.minimum(EVERY, count - tile)):
@@ -345,7 +345,7 @@ def store_exits(arrays, meeting, dstate, dexit_states, place, span, options):
         store_state(dexit_states, (batch, head, saved + number, p_tile, n_tile), dstate)
         if NEAREST:
             cut_off = add_cut_off(cut_off, dstate, meeting, False, first + last, at + last, place, options)
-        if EVERY == 1:
+        if EVERY == 1 and NEAREST == 0:
             dstate = take_up(dstate, arrays, ROW_EXP_G, first + last, at + last, place, options)
         else:
             # tileiras 13.4 does not compile this loop for sm_100.
@@ -365,8 +365,11 @@ def remembers(arrays, place, span, options):
 
 
 def walk_forwards(arrays, meeting, state, entry_states, place, span, options):
-    """`store_entries`, with no more work than pays: 5 % of the backward of a layer are saved."""
-    if options[7] == 0:
+    """`store_entries`, with no more work than pays: 5 % of the backward of a layer are saved.
+
+    Not where every tile has a state of its own: there the choice costs the copy engine's warp.
+    """
+    if options[7] == 0 or options[5] == 1:
         return store_entries(arrays, meeting, state, entry_states, place, span, options)
     if remembers(arrays, place, span, options):
         without = (*options[:7], 0)
@@ -378,7 +381,7 @@ def walk_forwards(arrays, meeting, state, entry_states, place, span, options):
 
 def walk_backwards(arrays, meeting, dstate, dexit_states, place, span, options):
     """`store_exits`, as `walk_forwards`."""
-    if options[7] == 0:
+    if options[7] == 0 or options[5] == 1:
         return store_exits(arrays, meeting, dstate, dexit_states, place, span, options)
     if remembers(arrays, place, span, options):
         without = (*options[:7], 0)
