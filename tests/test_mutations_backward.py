@@ -179,7 +179,7 @@ MUTATIONS_OF_NEAREST = {
     "only every second column counts": ("bwd_states", "ct.sum(felt, axis=1)", "0.5 * ct.sum(felt, axis=1)"),
     "the share of one direction is left out": ("bwd_decay", "< cut_off_count", "< cut_off_count - 1"),
     "shares are taken away": ("bwd_decay", "total + ct.sum(cut_off)", "total - ct.sum(cut_off)"),
-    "the rate is that of exp": ("bwd_decay", ".item() * _LOG2_E", ".item()"),
+    "the rate is that of exp": ("bwd_decay", ".item() * LOG2E", ".item()"),
 }
 # Importers come after what they import, to see its mutant.
 MODULES = ("bwd_tiles", "bwd_states", "bwd_tokens", "bwd_groups", "bwd_pairs", "bwd_gradients", "bwd_decay")

@@ -23,6 +23,7 @@ from .bwd_tiles import (
 )
 from .bwd_tokens import DROW_CARRIED, DROW_DIRECT, DROW_EARLIER, DROW_LATER, DROW_SKIP
 from .chunk_cumsum import decode, load_heads_first
+from .decay import LOG2E
 from .scan_rows import load_bias
 from .scan_table import window
 from .steps import slope
@@ -35,7 +36,6 @@ _ZERO = ct.PaddingMode.ZERO
 # exp(-22) is 3e-10: of terms that all have this factor, float32 sums in which others cancel leave rounding
 # alone, which da would multiply by a large dt.
 _LEAST_FELT = -22.0
-_LOG2_E = math.log2(math.e)
 
 
 def load_row_of_heads(rows, which, index, shape):
@@ -218,7 +218,7 @@ def sum_heads(
         for k in range(ct.cdiv(cut_offs.shape[2], TILE)):
             inside = (k * TILE + columns) % cut_off_stride < cut_off_count
             cut_off = cut_off + load_parts(cut_offs, (0, head, k), inside)
-        rate_log2 = ct.load(a, (head,), (1,)).astype(ct.float32).item() * _LOG2_E
+        rate_log2 = ct.load(a, (head,), (1,)).astype(ct.float32).item() * LOG2E
         # Without decay there is nothing to make up for: g is 0.
         rate_log2 = ct.where(rate_log2 == 0.0, 1.0, rate_log2)
         total = total + ct.sum(cut_off) / rate_log2
