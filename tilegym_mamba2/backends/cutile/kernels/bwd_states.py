@@ -271,7 +271,7 @@ def add_cut_off(cut_off, state, arrays, FORWARDS, tile, at, place, options):
         Σ_i exp2(g_i) g_i  dY_i · (C_i δᵀ)                            H: the first tokens of the tile
         Σ_j exp2(g_last − g_j) dt_j (g_last − g_j)  x_j · (B_j δᵀ)     dH': the last tokens of the tile
 
-    These are a∘log2(e) times too large, as g is made of a. Four columns: of every eight of a product a thread
+    These are a·log2(e) times too large, as g is made of a. Four columns: of every eight of a product a thread
     has two, so that none waits for another.
     """
     batch, head, p_tile, n_tile, group = place
