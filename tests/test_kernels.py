@@ -573,11 +573,13 @@ def test_any_problem_at_any_configuration(problem: Any) -> None:
         bound = float64_reference(inputs | sizes | {"a": inputs["a"]})["out"]
         scale = (bound.norm() / expected["out"].norm()).clamp(min=1)
         results["out"] = expected["out"] + (results["out"] - expected["out"]) / scale
-    # A decay between two tokens is the difference of two float32 sums over a tile.
-    exponents = (inputs["dt"].double() * inputs["a"].double().abs()).split(config.tile_tokens, dim=1)
-    room = 2**-24 * max(exponent.sum(1).max().item() for exponent in exponents)
+    room = 0.0
+    if spec.dtype is FP32:
+        # A decay between two tokens is the difference of two float32 sums over a tile.
+        exponents = (inputs["dt"].double() * inputs["a"].double().abs()).split(config.tile_tokens, dim=1)
+        room = min(1e-4, 2**-24 * max(exponent.sum(1).max().item() for exponent in exponents))
     for output, got in results.items():
-        assert_close(output, got, expected[output], spec, slack=1.3, room=min(room, 1e-4))
+        assert_close(output, got, expected[output], spec, slack=1.3, room=room)
 
 
 def test_specs_for_tests_cover_what_the_kernels_distinguish() -> None:
