@@ -178,12 +178,18 @@ def test_a_traced_call_computes_for_other_inputs(
             torch.testing.assert_close(found, expected)
 
 
+def two_draws(*shapes: tuple[int, ...]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Two times tensors of these shapes, of which (2,) is that of a, which is negative."""
+    draw = torch.Generator().manual_seed(0)
+    first, second = ([torch.rand(s, generator=draw) - float(s == (2,)) for s in shapes] for _ in range(2))
+    return first, second
+
+
 @pytest.mark.parametrize("backend", ["torch", "cutile"])
 @before_autograd_or_after
 def test_a_traced_step_computes_for_other_inputs(backend: str, pre_dispatch: bool) -> None:
-    draw = torch.Generator().manual_seed(0)
     shapes = ((1, 2, 4, 8), (1, 2, 4), (1, 2), (2,), (1, 1, 8), (1, 1, 8))
-    first, second = ([torch.rand(s, generator=draw) - float(s == (2,)) for s in shapes] for _ in range(2))
+    first, second = two_draws(*shapes)
 
     def traced(state: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
         return mamba2_state_update(state, *tensors, backend=backend)
@@ -325,9 +331,8 @@ def test_vmap_over_steps_on_one_state_names_it(name: str) -> None:
 
 @before_autograd_or_after
 def test_a_traced_backward_computes_for_other_inputs(pre_dispatch: bool) -> None:
-    draw = torch.Generator().manual_seed(0)
     shapes = ((1, 5, 2, 4), (2,), (1, 5, 1, 8), (1, 5, 1, 8), (1, 5, 2), (1, 5, 2, 4))
-    first, second = ([torch.rand(s, generator=draw) - float(s == (2,)) for s in shapes] for _ in range(2))
+    first, second = two_draws(*shapes)
 
     def traced(x: torch.Tensor, a: torch.Tensor, *rest: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         b, c, dt, dout = rest
