@@ -191,7 +191,7 @@ class Run:
             dd = results["d"] if plan.writes_dd else da
             dbias = results.get("dt_bias", da)
             written = {"da": da, "dd": dd, "ddt_bias": dbias}
-            cut_offs = scratch.cut_offs.flatten(1).unsqueeze(0) if plan.cuts_off else partial
+            cut_offs = scratch.cut_offs.view(1, self.a.shape[0], -1) if plan.cuts_off else partial
             arrays = (self.a, partial, cut_offs, da, dd, dbias)
             launches.append(plan.sum_heads.launch(arrays, written))
         if plan.sum_parts is not None:
