@@ -93,7 +93,14 @@ def test_a_kernel_compiles_twice_over_all_lengths(sizes: dict[str, int], dtype: 
 
 @pytest.mark.parametrize(
     "sizes",
-    [{}, {"state_size": 64}, {"state_size": 256}, {"state_size": 512}, {"head_size": 80}],
+    [
+        {},
+        {"state_size": 64},
+        {"state_size": 64, "num_heads": 80},
+        {"state_size": 256},
+        {"state_size": 512},
+        {"head_size": 80},
+    ],
     ids=lambda sizes: "-".join(f"{name}-{size}" for name, size in sizes.items()) or "published",
 )
 def test_a_warp_of_its_own_loads_ahead_of_the_walks(sizes: dict[str, int]) -> None:

@@ -228,6 +228,10 @@ def default_config(arch: str, precision: int, head_shape: tuple[int, int], state
             # Also for 65536 tokens, in 2.1 GB of states: 80 heads 5441 to 4042 us, 128 heads 7500 to 5935.
             most = 1024 if state_size <= 128 else 512
             config = dataclasses.replace(config, max_segment_tiles=most, at_once=1.0)
+            if arch == "sm_90" and state_size <= 64:
+                # Of 80 heads `tile_states` takes 152 us with hint 3 and 127 with 2, of 65536 tokens 1171 and
+                # 958; of the published benchmark's eight 102 and 107.
+                config = dataclasses.replace(config, state_latency=2)
         if arch == "sm_90" and state_size > 128 and heads < 16:
             # Longer segments, as the tiles of N are blocks too, and all at once: N 512 1462 us in eight
             # segments and four pieces on two lanes, 1281 in two segments (1221 in one, which leaves half of
