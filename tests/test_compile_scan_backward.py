@@ -108,3 +108,9 @@ def test_the_gate_of_a_layer_has_blocks_for_the_gpu(tokens: int) -> None:
         name_of(launch): launch.grid for launch in scan_backward_launches(replace(spec, gated=False), "sm_90")
     }
     assert bare["tile_states"][0] == 80 and "segment_borders" not in bare
+
+
+def test_packed_sequences_of_the_published_layer_are_walked_at_once() -> None:
+    # Their segments are short: in pieces with memory for full ones, 1224 tiles would be four launches.
+    launches = scan_backward_launches(PACKED, "sm_90")
+    assert [name_of(launch) for launch in launches].count("tile_states") == 1

@@ -218,11 +218,14 @@ def test_each_gpu_needs_a_warm_up_of_its_own() -> None:
     forward(inputs_of(spec, "cuda:0"))
     inputs = inputs_of(spec, "cuda:1")
     with torch.cuda.device(1):
-        with pytest.raises(RuntimeError, match="warm up first"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        # torch keeps the stream of its first capture for all others, and this one is of the second GPU.
+        stream = torch.cuda.Stream()
+        cold = torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream)
+        with pytest.raises(RuntimeError, match="warm up first"), cold:
             forward(inputs)
         expected = forward(inputs)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=stream):
             results = forward(inputs)
         graph.replay()
         torch.cuda.synchronize()

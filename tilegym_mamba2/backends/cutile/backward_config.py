@@ -39,6 +39,9 @@ class BackwardConfig:
     piece_blocks: int = 256
     # Where it takes at most so many times that memory, all walk at once, else in two pieces or more.
     at_once: float = 1.5
+    # The same for ragged sequences. Memory must be there for pieces whose segments are all full, and they are
+    # not: two pieces take as much as one, four take half and are each some 30 us of idle multiprocessors.
+    ragged_at_once: float = 1.5
     # How many pieces run side by side, so that one fills the multiprocessors that another leaves idle: N 512
     # 1763 to 1650 us, N 256 921 to 890; three lanes are no faster.
     lanes: int = 2
@@ -136,7 +139,7 @@ class BackwardConfig:
         blocks: those that walk one segment.
         """
         most = self.most_states
-        if tiles * blocks <= most * self.at_once:
+        if tiles * blocks <= most * self.ragged_at_once:
             return slots
         most = self._most(tiles * blocks, most)
         wanted = max(1, most // (tiles_per_segment * blocks))
@@ -227,7 +230,7 @@ def default_config(arch: str, precision: int, head_shape: tuple[int, int], state
         if heads >= 16 and config.fused_tile_n_max:
             # Also for 65536 tokens, in 2.1 GB of states: 80 heads 5441 to 4042 us, 128 heads 7500 to 5935.
             most = 1024 if state_size <= 128 else 512
-            config = dataclasses.replace(config, max_segment_tiles=most, at_once=1.0)
+            config = dataclasses.replace(config, max_segment_tiles=most, at_once=1.0, ragged_at_once=1.0)
             if arch == "sm_90" and state_size <= 64:
                 # Of 80 heads `tile_states` takes 152 us with hint 3 and 127 with 2, of 65536 tokens 1171 and
                 # 958; of the published benchmark's eight 102 and 107.
