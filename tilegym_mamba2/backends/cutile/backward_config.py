@@ -40,7 +40,7 @@ class BackwardConfig:
     # Where it takes at most so many times that memory, all walk at once, else in two pieces or more.
     at_once: float = 1.5
     # The same for ragged sequences. Memory must be there for pieces whose segments are all full, and they are
-    # not: two pieces take as much as one, four take half and are each some 30 us of idle multiprocessors.
+    # not: two pieces take as much as one, and of four each costs some 40 us of idle multiprocessors.
     ragged_at_once: float = 1.5
     # How many pieces run side by side, so that one fills the multiprocessors that another leaves idle: N 512
     # 1763 to 1650 us, N 256 921 to 890; three lanes are no faster.
