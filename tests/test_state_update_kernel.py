@@ -205,7 +205,7 @@ def problems(draw_from: st.DrawFn) -> tuple[dict[str, Any], Options]:
         for name in PER_TOKEN:
             if inputs[name] is not None:
                 inputs[name] = inputs[name].squeeze(1)
-    limit = pick(st.sampled_from((NO_LIMIT, (0.0, 0.5), (0.1, 1.0), (-0.5, math.inf))))
+    limit = pick(st.sampled_from((NO_LIMIT, (0.0, 0.5), (0.1, 1.0), (0.05, math.inf))))
     return inputs, Options(pick(st.booleans()), limit)
 
 

@@ -64,8 +64,8 @@ def mamba2_chunk_scan(
         z: (B, T, H, P) gate in x's dtype. None: no gate.
         dt_bias: (H,) float32 or x's dtype. None: zero.
         dt_softplus: whether dt goes through softplus, which is exact for large values.
-        dt_limit: (low, high); the gradient of a dt that is cut to them is 0. dt < 0 as used is outside the
-            contract: cut to low where the call has an option, and undefined where it has none.
+        dt_limit: (low, high), 0 ≤ low ≤ high; the gradient of a dt that is cut to them is 0. dt < 0 as used
+            is outside the contract: cut to low where the call has an option, and undefined where it has none.
         init_state: (B, H, P, N), packed (S, H, P, N), in float32, bfloat16, float64 or x's dtype. None: zero.
         cu_seqlens: (S + 1,) int32 or int64, with B of 1: sequence s is the tokens from cu_seqlens[s] to
             cu_seqlens[s + 1], which may be none. It begins with 0; tokens past its end give zeros.

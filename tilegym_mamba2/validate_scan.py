@@ -87,7 +87,7 @@ def validate_scan(
     _check_pipeline(dt_softplus, dt_limit)
     check_bool("return_chunk_states", return_chunk_states)
     if state_dtype is not None and state_dtype not in state_dtypes(x.dtype):
-        expected = dtype_names(state_dtypes(x.dtype))
+        expected = ", ".join(dict.fromkeys(map(dtype_name, state_dtypes(x.dtype))))
         got = dtype_name(state_dtype) if isinstance(state_dtype, torch.dtype) else repr(state_dtype)
         raise TypeError(f"state_dtype must be {expected} or None, got {got}")
     if _at_hand(cu_seqlens) or _at_hand(seq_lens):
@@ -240,7 +240,7 @@ def _check_step(
     _check_tensor("b", b, x, None, (x.dtype,))
     token_state = f"(B, {k}G, N)"
     if b.dim() != x.dim():
-        _wrong_shape("b", {token_state: None}, b)
+        _wrong_shape("b", {f"{token_state} beside x of shape {tuple(x.shape)}": None}, b)
     G, N = b.shape[-2:]
     for dim, size in (("G", G), ("N", N)):
         if size < 1:
@@ -329,9 +329,10 @@ def _check_pipeline(dt_softplus: Any, dt_limit: Any) -> None:
         if isinstance(value, int) and abs(value) > sys.float_info.max:
             raise ValueError(f"dt_limit must be numbers that a float can hold, got a larger int for {name}")
     low, high = dt_limit
-    if not low <= high:
-        raise ValueError(f"dt_limit must be (low, high) with low ≤ high, got {tuple(dt_limit)!r}")
-    if low == math.inf or high == -math.inf:
+    # Of a negative dt a state would grow, and the scan computes decay.
+    if not 0 <= low <= high:
+        raise ValueError(f"dt_limit must be (low, high) with 0 ≤ low ≤ high, got {tuple(dt_limit)!r}")
+    if low == math.inf:
         raise ValueError(f"dt_limit must leave finite steps, got {tuple(dt_limit)!r}")
 
 
