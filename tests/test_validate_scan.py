@@ -118,6 +118,16 @@ SCAN_ERRORS = [
         ValueError,
         "dt_limit must be (low, high) with 0 ≤ low ≤ high, got (-0.1, 0.5)",
     ),
+    (
+        {"dt_limit": (-INF, -INF)},
+        ValueError,
+        "dt_limit must be (low, high) with 0 ≤ low ≤ high, got (-inf, -inf)",
+    ),
+    (
+        {"dt_limit": (-INF, INF)},
+        ValueError,
+        "dt_limit must be (low, high) with 0 ≤ low ≤ high, got (-inf, inf)",
+    ),
     *SPARSE_ERRORS,
     *LIMIT_ERRORS,
     (
@@ -428,6 +438,7 @@ STEP_ERRORS = [
     *LIMIT_ERRORS,
     ({"dt_limit": (INF, INF)}, ValueError, "dt_limit must leave finite steps, got (inf, inf)"),
     ({"dt_limit": (1, 0)}, ValueError, "dt_limit must be (low, high) with 0 ≤ low ≤ high, got (1, 0)"),
+    ({"dt_limit": (-1, 1)}, ValueError, "dt_limit must be (low, high) with 0 ≤ low ≤ high, got (-1, 1)"),
     ({"out": z(3, 4, 8)}, ValueError, "out must have shape (B, K, H, P) = (3, 2, 4, 8), got (3, 4, 8)"),
     (
         {"out": z(3, 2, 4, 8, dtype=torch.bfloat16)},

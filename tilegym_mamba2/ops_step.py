@@ -268,9 +268,9 @@ def _launch(
 
 def _refuse_too_small_a_batch(tensors: tuple[Tensor | None, ...], out: Tensor) -> None:
     """Raises ValueError where vmap makes a batch of an argument, and none of what is written."""
-    names = ("x", "dt", "a", "b", "c", "d", "z", "dt_bias", "state_indices")
+    names = ("state", "x", "dt", "a", "b", "c", "d", "z", "dt_bias", "state_indices")
     for written, to in (("state", tensors[0]), ("out", out)):
-        for name, tensor in (("state", tensors[0]), *zip(names, tensors[1:], strict=True)):
+        for name, tensor in zip(names, tensors, strict=True):
             if tensor is not None and not batch_levels(tensor) <= batch_levels(to):
                 raise ValueError(
                     f"{written} is written, and must be a batch of vmap like {name}: put it among the mapped "

@@ -269,7 +269,7 @@ def dtype_name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def dtype_names(dtypes: tuple[Any, ...]) -> str:
-    """`float32 or bfloat16`, each once."""
-    names = list(dict.fromkeys(map(dtype_name, dtypes)))
+def dtype_names(dtypes: tuple[Any, ...], *others: str) -> str:
+    """`float32 or bfloat16`, each once; `others` are names of what else may be given, such as None."""
+    names = [*dict.fromkeys(map(dtype_name, dtypes)), *others]
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"

@@ -87,9 +87,9 @@ def validate_scan(
     _check_pipeline(dt_softplus, dt_limit)
     check_bool("return_chunk_states", return_chunk_states)
     if state_dtype is not None and state_dtype not in state_dtypes(x.dtype):
-        expected = ", ".join(dict.fromkeys(map(dtype_name, state_dtypes(x.dtype))))
+        expected = dtype_names(state_dtypes(x.dtype), "None")
         got = dtype_name(state_dtype) if isinstance(state_dtype, torch.dtype) else repr(state_dtype)
-        raise TypeError(f"state_dtype must be {expected} or None, got {got}")
+        raise TypeError(f"state_dtype must be {expected}, got {got}")
     if _at_hand(cu_seqlens) or _at_hand(seq_lens):
         _check_lengths(cu_seqlens, seq_lens, T)
     return dims

@@ -204,7 +204,8 @@ def make_plan(problem: Problem, tensors: dict[str, torch.Tensor | None], plan: P
     else:
         drows = (_tokens.NUM_DROWS, rows, heads, pad_count(tiles), tile)
     score_tiles = _sides.SCORES_OF_PAIR if paired else _sides.SCORES_ALONE
-    # Of each batch row and head, one for each block that walks.
+    # Of each batch row and head, one for each block that walks. Four times an odd number of them are kept:
+    # times B that is a multiple of 16 whatever T is, or never.
     cut_offs = segments * 2 * p_tiles * n_tiles
     plan.shapes = {
         "rows": (4, rows, heads, pad_count(tiles), tile),

@@ -317,6 +317,7 @@ def store_entries(arrays, meeting, state, entry_states, place, span, options):
         if EVERY == 1 and NEAREST == 0:
             state = take_up(state, arrays, ROW_STATE_WEIGHT, first + tile, at + tile, place, options)
         else:
+            # All EVERY are there. A loop of known length costs the copy engine's warp, or does not compile.
             for j in range(ct.minimum(EVERY, count - tile)):
                 here = tile + j
                 state = take_up(state, arrays, ROW_STATE_WEIGHT, first + here, at + here, place, options)
